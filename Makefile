@@ -1,0 +1,30 @@
+# Two commands do everything on a fresh machine: `make demo` (the main job) and `make test`.
+SHELL := /bin/bash
+VENV ?= .venv
+GYRE := $(VENV)/bin/gyre
+PY := $(VENV)/bin/python
+
+.PHONY: setup demo test lint format tasks clean
+
+setup:
+	@./deploy/setup.sh
+
+tasks: setup
+	@$(GYRE) example tasks
+
+demo: tasks
+	@$(GYRE) up examples/minirepo/run.yaml $(ARGS)
+
+test: tasks
+	@$(PY) -m pytest $(ARGS)
+
+lint: setup
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
+
+format: setup
+	@$(VENV)/bin/ruff check --fix -q . ; $(VENV)/bin/ruff format -q .
+
+clean:
+	rm -rf runs .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,50 @@
+"""Reading a run's stream for people: attach to the run's server, or start one on its files if the run is over."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from shared.bus import Bus
+from shared.nats_server import start_server
+
+
+class NoSuchRun(ValueError):
+    """No folder of that name under the runs folder."""
+
+
+def find_run(run: str, runs_dir: Path = Path("runs")) -> Path:
+    """The folder of a run, given by id or by path; `latest` is the newest."""
+    if run == "latest":
+        folders = sorted((p for p in runs_dir.glob("*/nats")), key=lambda p: p.stat().st_mtime)
+        if not folders:
+            raise NoSuchRun(f"no runs in {runs_dir.resolve()}: start one with `gyre up RUNFILE`")
+        return folders[-1].parent.resolve()
+    for folder in (Path(run), runs_dir / run):
+        if (folder / "nats").is_dir():
+            return folder.resolve()
+    known = ", ".join(sorted(p.parent.name for p in runs_dir.glob("*/nats"))[-5:]) or "none"
+    raise NoSuchRun(f"no run {run!r} in {runs_dir.resolve()} (newest known: {known})")
+
+
+@asynccontextmanager
+async def open_stream(folder: Path) -> AsyncIterator[Bus]:
+    """A connection to the run's stream. A live run's server is used; else one is started on the run's files."""
+    url_file = folder / "nats.url"
+    if url_file.exists():
+        bus = await Bus.connect(url_file.read_text().strip(), folder.name, "control")
+        try:
+            yield bus
+        finally:
+            await bus.close()
+        return
+    server = await start_server(folder / "nats")
+    try:
+        bus = await Bus.connect(server.url, folder.name, "control")
+        try:
+            yield bus
+        finally:
+            await bus.close()
+    finally:
+        await server.stop()

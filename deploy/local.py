@@ -1,0 +1,207 @@
+"""One run on one machine: an embedded nats-server and one process per service, supervised.
+
+Invariant: everything a run needs is in its folder and its processes; a service that dies is started again and carries
+on from the stream; when `LocalRun.close` returns, no process of the run is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from shared.bus import Bus
+from shared.config import RunConfig
+from shared.events import ServiceDied
+from shared.nats_server import NatsServer, start_server
+
+RESTARTS = 5  # a service that dies more often than this ...
+WINDOW_S = 180.0  # ... within this time is given up, and the run with it
+STOP_S = 12.0
+_PR_SET_PDEATHSIG = 1
+
+
+class RunFailed(RuntimeError):
+    """The run cannot go on; the message says why, with the tail of the log that knows."""
+
+
+class RunBusy(RuntimeError):
+    """Another process drives this run."""
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def service_names(config: RunConfig) -> list[str]:
+    cells = [f"cell-agent-{k}" for k in range(config.cells.count)]
+    return [*cells, "scheduler", "trajectory", "proxy", "evaluator", "harness"]
+
+
+def service_command(name: str, url: str, run: str) -> list[str]:
+    """The command line of one service: exactly what a person would type."""
+    kind, cell = ("cell-agent", name.removeprefix("cell-agent-")) if name.startswith("cell-agent-") else (name, "")
+    command = [sys.executable, "-m", "cli.main", "serve", kind, "--nats", url, "--run", run]
+    return [*command, "--cell", cell] if cell else command
+
+
+def log_tail(path: Path, lines: int = 25) -> str:
+    if not path.exists():
+        return "(no log)"
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+
+
+@dataclass
+class Service:
+    name: str
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    deaths: deque[float] = field(default_factory=deque)
+
+
+class LocalRun:
+    """Starts, watches and stops the processes of a run. Use as an async context manager."""
+
+    def __init__(self, config: RunConfig, run: str, folder: Path):
+        self.config, self.run, self.folder = config, run, folder
+        self.services = {name: Service(name, folder / "logs" / f"{name}.log") for name in service_names(config)}
+        self.peak_rss = 0
+        self.failed: str | None = None
+        self.stopping = False
+        self.server: NatsServer | None = None
+        self.bus: Bus | None = None
+        self._lock: IO[str] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> LocalRun:
+        (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+        self._take_lock()
+        if self.config.bus.url:
+            url = self.config.bus.url
+        else:
+            self.server = await start_server(self.folder / "nats")
+            url = self.server.url
+        (self.folder / "nats.url").write_text(url + "\n")
+        self.bus = await Bus.connect(url, self.run, "control")
+        await self.bus.create_stream()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _take_lock(self) -> None:
+        self._lock = open(self.folder / "lock", "w")  # noqa: SIM115  (held as long as the run is driven)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            self._lock = None
+            raise RunBusy(f"run {self.run} is being driven by another `gyre up`; stop that one first") from error
+
+    @property
+    def url(self) -> str:
+        return (self.folder / "nats.url").read_text().strip()
+
+    def start_services(self) -> None:
+        for service in self.services.values():
+            self._start(service)
+        self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._measure())]
+
+    def _start(self, service: Service) -> None:
+        env = os.environ | {"OMP_NUM_THREADS": str(self.config.cells.threads), "PYTHONUNBUFFERED": "1"}
+        with open(service.log, "ab") as log:
+            service.process = subprocess.Popen(
+                service_command(service.name, self.url, self.run),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=env,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+
+    async def _watch(self) -> None:
+        """Restart what dies; give the run up when one service keeps dying."""
+        assert self.bus is not None
+        while not self.stopping:
+            await asyncio.sleep(0.25)
+            if self.server is not None and not self.server.alive():
+                await self.server.restart()
+            for service in self.services.values():
+                if self.stopping or service.process is None or service.process.poll() is None:
+                    continue
+                await self._on_death(service, service.process.returncode)
+
+    async def _on_death(self, service: Service, code: int) -> None:
+        assert self.bus is not None
+        now = time.monotonic()
+        service.process = None
+        service.deaths.append(now)
+        while service.deaths and service.deaths[0] < now - WINDOW_S:
+            service.deaths.popleft()
+        again = len(service.deaths) <= RESTARTS
+        tail = log_tail(service.log)
+        await self.bus.publish(ServiceDied(service=service.name, exit_code=code, will_restart=again, log_tail=tail))
+        if not again:
+            self.failed = f"{service.name} died {len(service.deaths)} times in {WINDOW_S:.0f} s. Its log ends:\n{tail}"
+            return
+        await asyncio.sleep(min(0.5 * 2 ** (len(service.deaths) - 1), 8.0))
+        if not self.stopping:
+            self._start(service)
+
+    async def _measure(self) -> None:
+        """Peak of the summed resident memory of all processes of the run (shared pages count once per process)."""
+        me = psutil.Process()
+        while not self.stopping:
+            total = 0
+            for process in [me, *me.children(recursive=True)]:
+                with contextlib.suppress(psutil.Error):
+                    total += process.memory_info().rss
+            self.peak_rss = max(self.peak_rss, total)
+            await asyncio.sleep(1.0)
+
+    async def stop_services(self) -> None:
+        """SIGTERM to all, then SIGKILL to what is left after a while; also to whatever they started."""
+        self.stopping = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        live = [s.process for s in self.services.values() if s.process is not None]
+        families = [psutil.Process(p.pid).children(recursive=True) for p in live if p.poll() is None]
+        for process in live:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+        deadline = time.monotonic() + STOP_S
+        while time.monotonic() < deadline and any(p.poll() is None for p in live):
+            await asyncio.sleep(0.05)
+        for process in live:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        for child in (c for family in families for c in family):
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+
+    async def close(self) -> None:
+        await self.stop_services()
+        if self.bus is not None:
+            await self.bus.close()
+        if self.server is not None:
+            await self.server.stop()
+        with contextlib.suppress(FileNotFoundError):
+            (self.folder / "nats.url").unlink()
+        if self._lock is not None:
+            self._lock.close()

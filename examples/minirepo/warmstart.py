@@ -1,0 +1,73 @@
+"""Makes the example policy: tokenizer, expert transcripts, supervised training. The one script behind `model/`.
+
+`python -m examples.minirepo.warmstart --out DIR [--seconds N] [--processes N] [--seed N]`. Everything is seeded; training
+stops by the clock, so two machines end at different step counts.
+"""
+
+import argparse
+import os
+import random
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from examples.minirepo import sft
+from examples.minirepo.expert import CLEAN, Noise
+from examples.minirepo.family import make_task
+from examples.minirepo.tokenizer import train_tokenizer
+from examples.minirepo.transcripts import make_renderer, play
+
+MODEL = Path(__file__).parent / "model"
+FIRST_SEED = 1_000_000  # warm-start tasks never share a seed with the generated task folders
+EXECUTIONS = {"clean": 8_000, "noisy": 10_000}
+NOISES = {"clean": CLEAN, "noisy": Noise()}
+
+
+def transcripts(tokenizer, name: str, seed: int, rank: int, world: int) -> list[tuple[int, list[sft.Row]]]:
+    """This process's share of a data set: contexts grouped by their opening, as (its length, rows)."""
+    renderer = make_renderer(tokenizer)
+    rng = random.Random(f"{name} {seed} {rank}")
+    groups: dict[tuple[int, ...], list[sft.Row]] = {}
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    for i in range(rank, EXECUTIONS[name], world):
+        contexts, _ = play(make_task("train", FIRST_SEED + i), rng, NOISES[name], tokenizer, renderer)
+        for context in contexts:
+            opening = context.ids[: context.ids.index(end) + 1]
+            groups.setdefault(tuple(opening), []).append((context.ids, context.mask))
+    return [(len(opening), rows) for opening, rows in groups.items()]
+
+
+def worker(rank: int, args: argparse.Namespace, meeting: str) -> None:
+    """One training process."""
+    torch.set_num_threads(1)
+    if args.processes > 1:
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=args.processes)
+    tokenizer = train_tokenizer(args.seed)
+    data = {name: transcripts(tokenizer, name, args.seed, rank, args.processes) for name in EXECUTIONS}
+    model = sft.make_model(len(tokenizer), args.seed)
+    sft.train(model, data, sft.Recipe(args.seconds), rank, args.processes, lambda text: print(text, flush=True))
+    if rank == 0:
+        model.save_pretrained(args.out)
+        tokenizer.save_pretrained(args.out)
+        print(f"{sum(p.numel() for p in model.parameters())} parameters, {len(tokenizer)} tokens -> {args.out}", flush=True)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="warmstart", description="Makes the example policy from scratch.")
+    parser.add_argument("--out", default=str(MODEL))
+    parser.add_argument("--seconds", type=float, default=600.0, help="training time, without tokenizer and transcripts")
+    parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(worker, (args, f"{folder}/meeting"), nprocs=args.processes)
+    return 0
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.exit(main(sys.argv[1:]))
