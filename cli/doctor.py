@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -49,10 +50,10 @@ def _distribution(name: str, what: str) -> Callable[[], Finding]:
 
 
 def _nats() -> Finding:
-    from shared.nats_server import NatsServerMissing, find_binary
+    from shared.nats_server import NatsServerMissing, find_server
 
     try:
-        binary = find_binary()
+        binary = find_server()
     except NatsServerMissing as error:
         return Finding("nats-server", "missing", str(error).splitlines()[0], "run `make setup`")
     out = subprocess.run([str(binary), "--version"], capture_output=True, text=True, check=False, timeout=10)
@@ -115,6 +116,7 @@ def examine() -> list[Finding]:
         _distribution("sglang", "rollout engine"), _module("megatron.core", "trainer"),
         _module("mooncake.engine", "transfer"), _module("renderers", "renderers"), _module("torch", "torch"), _gpu,
     ]  # fmt: skip
+    warnings.simplefilter("ignore")  # packages that tell of optional GPU parts are no news here
     findings = []
     for probe in probes:
         try:

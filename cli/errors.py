@@ -6,7 +6,7 @@ from cli.history import NoSuchRun
 from cli.up import NoTasks
 from cli.usage import UsageError
 from deploy.local import RunBusy, RunFailed
-from shared.config import ConfigError
+from shared.config_check import ConfigError
 from shared.nats_server import NatsServerMissing
 
 EXPECTED = (NoSuchRun, NoTasks, RunBusy, RunFailed, ConfigError, NatsServerMissing, UsageError)

@@ -39,7 +39,7 @@ async def open_stream(folder: Path) -> AsyncIterator[Bus]:
         finally:
             await bus.close()
         return
-    server = await start_server(folder / "nats")
+    server = start_server(folder / "nats")
     try:
         bus = await Bus.connect(server.url, folder.name, "control")
         try:
@@ -47,4 +47,4 @@ async def open_stream(folder: Path) -> AsyncIterator[Bus]:
         finally:
             await bus.close()
     finally:
-        await server.stop()
+        server.stop()

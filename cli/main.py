@@ -197,6 +197,14 @@ def report(
         print_summary(summary, Console(), files)
 
 
+@app.command("run-file")
+def run_file_reference() -> None:
+    """Print the reference of all run-file keys (docs/run-file.md)."""
+    from cli.run_file_reference import reference
+
+    print(reference(), end="")
+
+
 example = typer.Typer(no_args_is_help=True, help="The example: tasks and warm-started policy.")
 app.add_typer(example, name="example")
 

@@ -40,7 +40,7 @@ def step_rows(view: RunView) -> list[dict[str, Any]]:
             "trained_tokens": b.trained_tokens,
             "cells": list(b.cells),
             "seconds_open": round(b.committed_at - b.opened_at, 3),
-            **{k: v for k, v in sorted(b.metrics.items())},
+            **dict(sorted(b.metrics.items())),
         }
         for b in view.committed
     ]

@@ -91,7 +91,7 @@ class LocalRun:
         if self.config.bus.url:
             url = self.config.bus.url
         else:
-            self.server = await start_server(self.folder / "nats")
+            self.server = start_server(self.folder / "nats")
             url = self.server.url
         (self.folder / "nats.url").write_text(url + "\n")
         self.bus = await Bus.connect(url, self.run, "control")
@@ -137,8 +137,8 @@ class LocalRun:
         assert self.bus is not None
         while not self.stopping:
             await asyncio.sleep(0.25)
-            if self.server is not None and not self.server.alive():
-                await self.server.restart()
+            if self.server is not None and self.server.process.poll() is not None:
+                self.server = start_server(self.folder / "nats", port=self.server.port)
             for service in self.services.values():
                 if self.stopping or service.process is None or service.process.poll() is None:
                     continue
@@ -200,7 +200,7 @@ class LocalRun:
         if self.bus is not None:
             await self.bus.close()
         if self.server is not None:
-            await self.server.stop()
+            self.server.stop()
         with contextlib.suppress(FileNotFoundError):
             (self.folder / "nats.url").unlink()
         if self._lock is not None:

@@ -6,7 +6,9 @@ batches that cannot fit and layouts that cells cannot hold are refused before an
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
@@ -228,3 +230,23 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     telemetry: TelemetryConfig = TelemetryConfig()
     runs_dir: str = "runs"
     """Where runs/<id>/ is made; relative to the working directory."""
+
+
+def to_plain(config: RunConfig) -> dict[str, Any]:
+    """The configuration as plain data, for RunStarted; `from_plain` takes it back."""
+    plain: dict[str, Any] = msgspec.to_builtins(config)
+    return plain
+
+
+def from_plain(plain: dict[str, Any]) -> RunConfig:
+    """Take back what `to_plain` gave. No checks but the types: it was checked when it was loaded."""
+    return msgspec.convert(plain, RunConfig)
+
+
+def load(path: Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
+    """Read and check a run file; `overrides` maps dotted keys to values (``{"training.steps": 2}``).
+
+    Raises config_check.ConfigError with every problem: key, value, fix."""
+    from shared.config_check import load_checked
+
+    return load_checked(path, overrides or {})

@@ -237,11 +237,14 @@ class CellEngineReady(Event, frozen=True, kw_only=True, tag="cell_engine_ready")
 
 
 class CellTrainerReady(Event, frozen=True, kw_only=True, tag="cell_trainer_ready"):
-    """cell_agent. The training workers stand; on the core, weights and optimizer are at policy `version`."""
+    """cell_agent. The training workers stand; on the core, weights and optimizer are at policy `version`.
+
+    `store` (core only): host:port of the TCP store over which cells build their reduction groups."""
 
     cell: int
     incarnation: str
     version: int
+    store: str = ""
 
     def entity(self) -> str:
         return f"cell{self.cell}"
@@ -257,6 +260,18 @@ class CellRoleChanged(Event, frozen=True, kw_only=True, tag="cell_role_changed")
     previous: str
     seconds: float
     version: int
+
+    def entity(self) -> str:
+        return f"cell{self.cell}"
+
+
+class CellDrained(Event, frozen=True, kw_only=True, tag="cell_drained"):
+    """cell_agent. No call is live in the cell's engine any more, as the role order `order` asked."""
+
+    cell: int
+    incarnation: str
+    order: int
+    seconds: float
 
     def entity(self) -> str:
         return f"cell{self.cell}"
@@ -454,6 +469,8 @@ class ModelCallRecorded(Event, frozen=True, kw_only=True, tag="model_call_record
     finish_reason: str  # stop, length, abort
     sampling: Sampling
     context: str = ""  # canonical hash of the serialized conversation after this call
+    request: str = ""  # canonical hash of the conversation that was asked to be continued (a retry has the same)
+    opening: str = ""  # "length:hash" of the first user text of a root child: tells main and sub-agent lines apart
     diverged: bool = False  # the harness changed what the policy generated before this call
     discarded: bool = False  # the response never reached the harness whole
     cached_tokens: int = 0

@@ -1,7 +1,8 @@
 """The family of tasks: which small repositories can be asked for, and what is right about each.
 
-A task is a pure function of (split, seed). Every function asked for is a (name, operation, optional suffix) combination;
-a fixed part of the combinations is kept for the held-out split, and no training or evaluation task ever shows one of them.
+A task is a pure function of (split, seed). Every function asked for is a (name, operation, optional suffix)
+combination; a fixed part of the combinations is kept for the held-out split, and no training or evaluation task ever
+shows one of them.
 
 Kinds, each a quarter of the tasks:
 - plain: one file with one or two functions.
@@ -17,14 +18,18 @@ from dataclasses import dataclass
 KINDS = ("plain", "value", "pair", "notes")
 SPLITS = ("train", "eval", "heldout")
 CONSTANTS = range(2, 10)
-NOTES_LINES = 44
+NOTES_LINES = 36
 
-NAMES = (
-    "add merge scale split count find get make pick join trim pack fold rank sort mix cut map shift group read show check "
-    "build item word list pair row node text key tag name line part unit box cell edge page step token value score index "
-    "label block"
-).split()
-MODULES = "tools utils core math store query parse graph table engine report sales orders users geo audio shop cards".split()
+NAMES = [
+    "add", "merge", "scale", "split", "count", "find", "get", "make", "pick", "join", "trim", "pack", "fold",
+    "rank", "sort", "mix", "cut", "map", "shift", "group", "read", "show", "check", "build", "item", "word",
+    "list", "pair", "row", "node", "text", "key", "tag", "name", "line", "part", "unit", "box", "cell", "edge",
+    "page", "step", "token", "value", "score", "index", "label", "block",
+]  # fmt: skip
+MODULES = [
+    "tools", "utils", "core", "math", "store", "query", "parse", "graph", "table", "engine", "report", "sales",
+    "orders", "users", "geo", "audio", "shop", "cards",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Task:
-    """A whole task. `limit` is the constant to look up, if any; `workspace` maps paths to the files given at the start."""
+    """A whole task. `limit` is the constant to look up, if any; `workspace` maps paths to the starting files."""
 
     split: str
     seed: int
@@ -161,7 +166,8 @@ def make_task(split: str, seed: int, kind: str | None = None) -> Task:
     count = rng.choice((1, 1, 2)) if kind in ("plain", "value") else 1
     used: set[str] = set()
     files = tuple(
-        File(path, tuple(_function(rng, split, used, limit if i == 0 else None) for i in range(count))) for path in paths
+        File(path, tuple(_function(rng, split, used, limit if i == 0 else None) for i in range(count)))
+        for path in paths
     )
     source = {"value": "config.txt", "notes": "notes.txt"}.get(kind)
     parts = [file.sentence() for file in files]
@@ -207,7 +213,7 @@ def _checks(rng: random.Random, file: File, function: Function) -> list[Check]:
     checks = []
     for _ in range(3):
         arguments = draw()
-        names = dict(zip(ARGUMENTS[function.takes].split(", "), arguments))
+        names = dict(zip(ARGUMENTS[function.takes].split(", "), arguments, strict=True))
         expected = eval(function.expression(), {}, names)  # our own expression, never a policy's
         checks.append(Check(file.path.removesuffix(".py"), function.name, arguments, expected))
     return checks

@@ -5,7 +5,8 @@
     DIR/<split>/<task>/task.toml            what the task is, its time limits
                       /instruction.md       what the agent is told
                       /environment/         Dockerfile, and workspace/ with the starting files (WORKDIR /app)
-                      /tests/test.sh        run in /app once the agent is done; leaves a fraction in /logs/verifier/reward.txt
+                      /tests/test.sh        run in /app once the agent is done; leaves a fraction, 0 to 1, in
+                                            /logs/verifier/reward.txt
                       /tests/check.py       the hidden tests themselves
 
 Invariants: the same arguments write the same bytes; nothing of tests/ or of the solution is in environment/; a folder
@@ -13,7 +14,6 @@ of the same name is replaced, other folders are left alone.
 """
 
 import argparse
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -105,7 +105,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="generate", description="Writes the minirepo tasks as Harbor task folders.")
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    for split, count in zip(SPLITS, (384, 128, 128)):
+    for split, count in zip(SPLITS, (384, 128, 128), strict=True):
         parser.add_argument(f"--{split}", type=int, default=count, help=f"number of {split} tasks")
     args = parser.parse_args(argv)
     counts = {split: getattr(args, split) for split in SPLITS}

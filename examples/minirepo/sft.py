@@ -1,7 +1,7 @@
 """Supervised training of the example policy: the architecture, the loss and the training loop.
 
 Data-parallel over gloo processes that all see the same seed: each takes its own batches and gradients are averaged.
-Contexts that open with the same tokens (system prompt and tools) share one forward over that opening, gradient included.
+Contexts that open with the same tokens (system prompt and tools) share one forward over them, gradient included.
 """
 
 import math
@@ -11,8 +11,9 @@ import time
 from dataclasses import dataclass
 
 # transformers imports torchvision for image models if it is there, and fails if that one was built for another torch.
-sys.modules.setdefault("torchvision", None)  # ruff: noqa: E402
+sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
 
+# ruff: noqa: E402
 import torch
 import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -66,7 +67,7 @@ def masked_log_probs(model, ids: torch.Tensor, mask: torch.Tensor, opening: int)
 
 
 class Batches:
-    """Endless batches of rows that share their opening, of similar length, `tokens` padded tokens beyond the opening."""
+    """Endless batches of rows that share their opening, of similar length, `tokens` padded tokens beyond it."""
 
     def __init__(self, groups: list[tuple[int, list[Row]]], tokens: int, rng: random.Random):
         self.groups, self.tokens, self.rng = groups, tokens, rng
@@ -102,14 +103,17 @@ def pad(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train. `phases` are (share of the time, data set); the rate falls over the last 40 % of the time."""
+    """How to train. `phases` are (share of the time, data set); the rate falls over the last 40 % of the time.
+
+    `tokens` bounds one process's batch, openings not counted.
+    """
 
     seconds: float
-    phases: tuple[tuple[float, str], ...] = ((0.5, "clean"), (0.5, "noisy"))
+    phases: tuple[tuple[float, str], ...] = ((0.35, "basics"), (0.2, "clean"), (0.45, "noisy"))
     matrix_rate: float = 0.02
     other_rate: float = 2e-3
-    warmup_steps: int = 30
-    tokens: int = 4096
+    warmup_steps: int = 40
+    tokens: int = 2048
 
 
 def optimizers(model, recipe: Recipe) -> list[tuple[torch.optim.Optimizer, float]]:
@@ -117,13 +121,16 @@ def optimizers(model, recipe: Recipe) -> list[tuple[torch.optim.Optimizer, float
     inner = {n: p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n}
     rest = [p for n, p in model.named_parameters() if n not in inner]
     return [
-        (torch.optim.Muon(list(inner.values()), lr=recipe.matrix_rate, momentum=0.95, weight_decay=0.01), recipe.matrix_rate),
+        (
+            torch.optim.Muon(list(inner.values()), lr=recipe.matrix_rate, momentum=0.95, weight_decay=0.01),
+            recipe.matrix_rate,
+        ),
         (torch.optim.AdamW(rest, lr=recipe.other_rate, betas=(0.9, 0.95), weight_decay=0.0), recipe.other_rate),
     ]
 
 
 def train(model, data: dict[str, list[tuple[int, list[Row]]]], recipe: Recipe, rank: int, world: int, report) -> None:
-    """Trains for the recipe's time. `data` maps a set's name to its (opening, rows) groups; `report(text)` on rank 0."""
+    """Trains for the recipe's time. `data` maps a set's name to its (opening, rows) groups; rank 0 reports."""
     rng = random.Random(1000 + rank)
     feeds = {name: Batches(groups, recipe.tokens, rng) for name, groups in data.items()}
     parameters = list(model.parameters())
@@ -131,7 +138,8 @@ def train(model, data: dict[str, list[tuple[int, list[Row]]]], recipe: Recipe, r
     start, step = time.monotonic(), 0
     while (done := _agreed((time.monotonic() - start) / recipe.seconds, world)) < 1:
         opening, ids, mask = feeds[_phase(recipe, done)].next()
-        rate = min(1, (step + 1) / recipe.warmup_steps) * (1 if done < 0.6 else 0.5 + 0.5 * math.cos(math.pi * (done - 0.6) / 0.4))
+        decay = 1.0 if done < 0.6 else 0.5 + 0.5 * math.cos(math.pi * (done - 0.6) / 0.4)
+        rate = decay * min(1, (step + 1) / recipe.warmup_steps)
         for optimizer, full in pairs:
             for group in optimizer.param_groups:
                 group["lr"] = full * max(0.03, rate)
@@ -143,8 +151,9 @@ def train(model, data: dict[str, list[tuple[int, list[Row]]]], recipe: Recipe, r
             optimizer.step()
             optimizer.zero_grad()
         step += 1
-        if step % 25 == 0 and rank == 0:
-            report(f"{done:.0%} step {step} loss {-log_probs.mean().item():.3f} right {hits.float().mean().item():.3f}")
+        if step % 50 == 0 and rank == 0:
+            right = hits.float().mean().item()
+            report(f"{done:.0%} step {step} loss {-log_probs.mean().item():.3f} right {right:.3f}")
 
 
 def _agreed(done: float, world: int) -> float:

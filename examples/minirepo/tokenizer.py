@@ -4,6 +4,7 @@ The vocabulary is trained on what the example's conversations are made of. Names
 tokens; the fixed lines of Qwen3's tool prompt are added as whole tokens, which keeps a small model's prompts short.
 """
 
+import json
 import random
 import re
 
@@ -11,6 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from examples.harness.scout import scout
+from examples.minirepo import transcripts
 from examples.minirepo.expert import CLEAN, Expert, Noise
 from examples.minirepo.family import KINDS, make_task
 
@@ -62,7 +64,8 @@ For each function call, return a json object with function name and arguments wi
 {{ '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' ~ (message.content or '') }}
 {%- for call in message.tool_calls or [] -%}
 {%- set function = call.function or call -%}
-{{ '\\n' if message.content or not loop.first else '' }}{{ '<tool_call>\\n{"name": "' ~ function.name ~ '", "arguments": ' }}
+{{ '\\n' if message.content or not loop.first else '' -}}
+{{ '<tool_call>\\n{"name": "' ~ function.name ~ '", "arguments": ' }}
 {{- function.arguments if function.arguments is string else function.arguments | tojson }}{{ '}\\n</tool_call>' }}
 {%- endfor -%}
 {{ '<|im_end|>\\n' }}
@@ -76,11 +79,10 @@ For each function call, return a json object with function name and arguments wi
 
 def corpus(seed: int, tasks: int = 4000) -> list[str]:
     """What conversations are made of: boilerplate, instructions, workspace files and expert turns."""
-    import json
-
     tools = [scout.BASH, scout.WRITE_FILE, scout.DELEGATE]
-    texts = [scout.SYSTEM, scout.SUMMARY_REQUEST, scout.SUMMARY_HEADER, "assistant\n", "user\n", "system\n", "\n\n"]
-    texts += ["\n" + json.dumps(tool["function"]) for tool in tools]
+    texts = [transcripts.MINI_SYSTEM, transcripts.MINI_INSTANCE, transcripts.MINI_FORMAT_ERROR, "cat > <<'EOF'\\n EOF"]
+    texts += [scout.SYSTEM, scout.SUMMARY_REQUEST, scout.SUMMARY_HEADER, "assistant\n", "user\n", "system\n", "\n\n"]
+    texts += ["\n" + json.dumps(tool["function"]) for tool in [*tools, transcripts.MINI_BASH]]
     texts += ["error: invalid tool call. Use one of bash, write_file, delegate.", "[exit 1]", "(no output)"]
     texts *= 400
     rng = random.Random(seed)
@@ -88,11 +90,10 @@ def corpus(seed: int, tasks: int = 4000) -> list[str]:
         task = make_task("heldout" if i % 5 == 0 else "train", i, KINDS[i % len(KINDS)])
         texts += [task.instruction, *(text[:60] for text in task.workspace.values())]
         opening = scout.opening(task.instruction)
-        tools_of = [scout.BASH, scout.WRITE_FILE, scout.DELEGATE]
-        for noise in (CLEAN, Noise()):
-            expert = Expert(task, rng, noise)
-            texts += [expert.reply(opening, tools_of) for _ in range(4)]
-            texts.append(expert.reply([*opening, {"role": "user", "content": scout.SUMMARY_REQUEST}], tools_of))
+        for noise, shell in ((CLEAN, False), (Noise(), False), (CLEAN, True)):
+            expert = Expert(task, rng, noise, shell)
+            texts += [expert.reply(opening, tools) for _ in range(4)]
+            texts.append(expert.reply([*opening, {"role": "user", "content": scout.SUMMARY_REQUEST}], tools))
         texts += [f"wrote {file.path}" for file in task.files]
     return texts
 

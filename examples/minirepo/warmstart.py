@@ -1,7 +1,7 @@
 """Makes the example policy: tokenizer, expert transcripts, supervised training. The one script behind `model/`.
 
-`python -m examples.minirepo.warmstart --out DIR [--seconds N] [--processes N] [--seed N]`. Everything is seeded; training
-stops by the clock, so two machines end at different step counts.
+`python -m examples.minirepo.warmstart --out DIR [--seconds N] [--processes N] [--seed N]`. Everything is seeded;
+training stops by the clock, so two machines end at different step counts.
 """
 
 import argparse
@@ -16,24 +16,27 @@ import torch.multiprocessing as multiprocessing
 
 from examples.minirepo import sft
 from examples.minirepo.expert import CLEAN, Noise
-from examples.minirepo.family import make_task
+from examples.minirepo.family import KINDS, make_task
 from examples.minirepo.tokenizer import train_tokenizer
 from examples.minirepo.transcripts import make_renderer, play
 
 MODEL = Path(__file__).parent / "model"
 FIRST_SEED = 1_000_000  # warm-start tasks never share a seed with the generated task folders
-EXECUTIONS = {"clean": 8_000, "noisy": 10_000}
-NOISES = {"clean": CLEAN, "noisy": Noise()}
+EXECUTIONS = {"basics": 12_000, "clean": 8_000, "noisy": 20_000}
+MINI_SWE_AGENT = 0.12  # share of executions that show mini-swe-agent's conversation instead of scout's
+NOISES = {"basics": CLEAN, "clean": CLEAN, "noisy": Noise()}
+KINDS_OF = {"basics": ("plain", "value", "pair"), "clean": KINDS, "noisy": KINDS}  # the short ones first
 
 
 def transcripts(tokenizer, name: str, seed: int, rank: int, world: int) -> list[tuple[int, list[sft.Row]]]:
     """This process's share of a data set: contexts grouped by their opening, as (its length, rows)."""
     renderer = make_renderer(tokenizer)
-    rng = random.Random(f"{name} {seed} {rank}")
+    rng, kinds = random.Random(f"{name} {seed} {rank}"), KINDS_OF[name]
     groups: dict[tuple[int, ...], list[sft.Row]] = {}
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     for i in range(rank, EXECUTIONS[name], world):
-        contexts, _ = play(make_task("train", FIRST_SEED + i), rng, NOISES[name], tokenizer, renderer)
+        task, shell = make_task("train", FIRST_SEED + i, kinds[i // world % len(kinds)]), rng.random() < MINI_SWE_AGENT
+        contexts, _ = play(task, rng, NOISES[name], tokenizer, renderer, shell)
         for context in contexts:
             opening = context.ids[: context.ids.index(end) + 1]
             groups.setdefault(tuple(opening), []).append((context.ids, context.mask))
@@ -52,7 +55,10 @@ def worker(rank: int, args: argparse.Namespace, meeting: str) -> None:
     if rank == 0:
         model.save_pretrained(args.out)
         tokenizer.save_pretrained(args.out)
-        print(f"{sum(p.numel() for p in model.parameters())} parameters, {len(tokenizer)} tokens -> {args.out}", flush=True)
+        print(
+            f"{sum(p.numel() for p in model.parameters())} parameters, {len(tokenizer)} tokens -> {args.out}",
+            flush=True,
+        )
 
 
 def main(argv: list[str]) -> int:

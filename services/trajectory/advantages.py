@@ -3,8 +3,8 @@
 Owns: reward -> advantage inside one group. Invariant: advantages of a group sum to zero (up to rounding), and a group
 that holds no comparison has advantage exactly 0.0 for every member, so that nothing of it is packed.
 
-advantage_i = (r_i - mean) / (std + STD_EPS), mean and population std over the counted executions of the group
-(scored ones with their score, placeholders with reward 0). Excluded executions are in no statistic.
+advantage_i = (r_i - mean) / (std + STD_EPS), mean and population std over the counted executions of the group (scored
+ones with their score, placeholders with reward 0). Excluded executions are in no statistic.
 
 What biases the estimate, and what is done about it:
 - The baseline contains r_i itself: the gradient is scaled by (n-1)/n. Same for all groups of one size; left as it is.
@@ -16,8 +16,8 @@ What biases the estimate, and what is done about it:
 - A placeholder (its harness never worked) lowers the mean although the policy did nothing wrong; it has no tokens, so
   it only shifts the others up. With fewer than two scored executions that shift would be all there is: such a group
   gets zero advantages.
-- Groups of equal rewards train nothing but stay in the divisor of the loss (BatchSealed.executions): the step size does
-  not grow when fewer groups of a batch carry a signal.
+- Groups of equal rewards train nothing but stay in the divisor of the loss (BatchSealed.executions): the step size
+  does not grow when fewer groups of a batch carry a signal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Mapping
 
 STD_EPS = 1e-6
 EQUAL = 1e-9
-"""Rewards (0..1) closer than this are equal: the rest is rounding of the mean."""
+"""A reward (0..1) this close to the mean is equal to it: the rest is rounding."""
 
 
 def group_advantages(scored: Mapping[str, float], placeholders: tuple[str, ...], *, std: bool) -> dict[str, float]:
@@ -36,7 +36,7 @@ def group_advantages(scored: Mapping[str, float], placeholders: tuple[str, ...],
     Zero for all if fewer than two executions are scored or all rewards are equal."""
     rewards = {**scored, **dict.fromkeys(placeholders, 0.0)}
     values = list(rewards.values())
-    if len(scored) < 2 or max(values) - min(values) <= EQUAL:
+    if len(scored) < 2:
         return dict.fromkeys(rewards, 0.0)
     mean = math.fsum(values) / len(values)
     scale = 1.0

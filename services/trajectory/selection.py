@@ -1,22 +1,23 @@
 """Which paths of an execution are trained.
 
-Owns: the leaf rule, the J_max draw and the mask. Invariant: a generated token is newly trained by at most one selected
-path of its execution, and nothing but tokens that the policy generated on that path is trained.
+Owns: the leaf rule, the J_max draw and the mask. Invariant: a generated token is newly trained by at most one
+selected path of its execution, and nothing but tokens that the policy generated on that path is trained.
 
-Source of the draw: QwenGyre, trajectory processor (leaf classes, at most J_max = 5 root-to-leaf paths, a leaf drawn in
-proportion to its unmasked tokens inside the highest class that still has some, its path masked, repeated).
+Source of the draw: QwenGyre, trajectory processor (leaf classes, at most J_max = 5 root-to-leaf paths, a leaf drawn
+in proportion to its unmasked tokens inside the highest class that still has some, its path masked, repeated).
 
 What is trainable:
 - Output tokens of calls, in the context in which they were generated. Everything in a call's `input_ids` is context:
   prompts, tool results, turns that a harness repeats after a compaction, text that it put into the policy's mouth.
-- A leaf is a generation that nothing kept inherits whole. So a reply that the harness changed (its next call is `diverged`
-  and keeps only part of it) is a leaf of its own: the policy wrote it, and the workspace felt it.
-- A discarded generation (its response never reached the harness whole) is no leaf, nor is an auxiliary call (titles and
-  the like): they cover nobody and nobody trains them for their own sake. If a live call continues one of them, its
-  inherited tokens lie on a kept path and are trained there like all others.
+- A leaf is a generation that nothing kept inherits whole. So a reply that the harness changed (its next call is
+  `diverged` and keeps only part of it) is a leaf of its own: the policy wrote it, and the workspace felt it.
+- A discarded generation (its response never reached the harness whole) is no leaf, nor is an auxiliary call (titles
+  and the like) or a call without output: they cover nobody and are not trained for their own sake. If a leaf's path
+  inherits tokens of one of them, they are trained there like all others.
 - The first token of a context without a prompt has no logits before it and is never trainable.
 
-A path inherits from each of its calls a prefix of the output (`kept` cuts only at the end), so a mask is one number per call.
+A path inherits from each of its calls a prefix of the output (`kept` cuts only at the end), so a mask is one number
+per call.
 """
 
 from __future__ import annotations

@@ -98,9 +98,9 @@ def complete(settings, messages, tools):
             return _post(settings, payload)
         except TryAgain as error:
             if attempt == settings.max_retries:
-                raise GaveUp("gave up after %d tries: %s" % (attempt + 1, error)) from None
+                raise GaveUp(f"gave up after {attempt + 1} tries: {error}") from None
             wait = min(8.0, 0.25 * 2**attempt) if error.after is None else min(60.0, error.after)
-            settings.log("retry in %.2f s: %s" % (wait, error))
+            settings.log(f"retry in {wait:.2f} s: {error}")
             time.sleep(wait)
 
 
@@ -112,7 +112,7 @@ def _connect(settings):
     base = os.environ.get("OPENAI_BASE_URL", "https://api.openai.com/v1")
     url = urlsplit(base)
     if url.scheme not in ("http", "https") or not url.hostname:
-        raise ModelError("OPENAI_BASE_URL is no http(s) URL: %r" % base)
+        raise ModelError(f"OPENAI_BASE_URL is no http(s) URL: {base!r}")
     kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
     connection = kind(url.hostname, url.port, timeout=settings.request_timeout)
     return connection, url.path.rstrip("/"), os.environ.get("OPENAI_API_KEY", "")
@@ -130,7 +130,7 @@ def _post(settings, payload):
             return _read_stream(response)
         data = response.read()
     except (OSError, http.client.HTTPException) as error:
-        raise TryAgain("%s: %s" % (type(error).__name__, error)) from None
+        raise TryAgain(f"{type(error).__name__}: {error}") from None
     finally:
         connection.close()
     if response.status != 200:
@@ -147,8 +147,8 @@ def _raise_for_status(status, headers, text):
             after = float(headers.get("retry-after", ""))
         except ValueError:
             after = None
-        raise TryAgain("HTTP %d: %s" % (status, text[:200]), after)
-    raise ModelError("HTTP %d: %s" % (status, text[:300]))
+        raise TryAgain(f"HTTP {status}: {text[:200]}", after)
+    raise ModelError(f"HTTP {status}: {text[:300]}")
 
 
 def _read_reply(data):
@@ -156,7 +156,7 @@ def _read_reply(data):
         reply = json.loads(data)
         message = reply["choices"][0]["message"]
     except (ValueError, LookupError, TypeError):
-        raise TryAgain("not a chat completion: %r" % data[:200]) from None
+        raise TryAgain(f"not a chat completion: {data[:200]!r}") from None
     return _assistant(message.get("content"), message.get("tool_calls")), _total(reply)
 
 
@@ -172,9 +172,9 @@ def _read_stream(response):
         try:
             chunk = json.loads(data)
         except ValueError:
-            raise TryAgain("a chunk is no JSON: %r" % data[:200]) from None
+            raise TryAgain(f"a chunk is no JSON: {data[:200]!r}") from None
         if "error" in chunk:
-            raise TryAgain("error in the stream: %s" % json.dumps(chunk["error"])[:200])
+            raise TryAgain(f"error in the stream: {json.dumps(chunk['error'])[:200]}")
         total = _total(chunk) or total
         for choice in chunk.get("choices") or []:
             delta = choice.get("delta") or {}
@@ -227,12 +227,12 @@ def run_bash(settings, arguments):
         output, note = process.communicate(timeout=settings.command_timeout)[0], ""
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        output, note = process.communicate()[0], "[stopped after %g s]" % settings.command_timeout
+        output, note = process.communicate()[0], f"[stopped after {settings.command_timeout:g} s]"
     text = output.decode("utf-8", "replace")
     if len(text) > TOOL_OUTPUT_LIMIT:
-        text = text[:TOOL_OUTPUT_LIMIT] + "\n[%d more characters]" % (len(text) - TOOL_OUTPUT_LIMIT)
+        text = text[:TOOL_OUTPUT_LIMIT] + f"\n[{len(text) - TOOL_OUTPUT_LIMIT} more characters]"
     if process.returncode and not note:
-        note = "[exit %d]" % process.returncode
+        note = f"[exit {process.returncode}]"
     return text + note if text or note else "(no output)"
 
 
@@ -295,7 +295,7 @@ class Agent:
             calls = reply.get("tool_calls")
             if not calls:
                 return reply.get("content") or ""
-            for call, result in zip(calls, self.results(calls)):
+            for call, result in zip(calls, self.results(calls), strict=False):
                 self.messages.append({"role": "tool", "tool_call_id": call.get("id") or "", "content": result})
                 self.used += len(result) // CHARS_PER_TOKEN
         self.settings.log(TURN_LIMIT_NOTE)
@@ -316,8 +316,8 @@ class Agent:
     def compact(self, messages):
         """Replaces the conversation by the task and the model's own summary of `messages`."""
         request = {"role": "user", "content": SUMMARY_REQUEST}
-        reply, _ = self.model(messages + [request], self.tools)
-        self.settings.log("compacted %d messages" % len(messages))
+        reply, _ = self.model([*messages, request], self.tools)
+        self.settings.log(f"compacted {len(messages)} messages")
         self.messages = opening(self.task + SUMMARY_HEADER + (reply.get("content") or "(none)"))
         self.used = 0
 
@@ -325,39 +325,24 @@ class Agent:
         """The results of one turn's calls, in their order."""
         if not self.settings.parallel or len(calls) == 1:
             return [self.result(call) for call in calls]
-        import threading
+        from concurrent.futures import ThreadPoolExecutor
 
-        results = [None] * len(calls)
-
-        def work(i):
-            try:
-                results[i] = self.result(calls[i])
-            except Exception as error:  # handed to the main thread, which raises it
-                results[i] = error
-
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(calls))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
-        return results
+        with ThreadPoolExecutor(len(calls)) as pool:
+            return list(pool.map(self.result, calls))
 
     def result(self, call):
         """Carries one call out. Whatever is wrong with it is the model's to read, not a reason to stop."""
         arguments = valid_arguments(call, self.tools)
         if arguments is None:
             names = [tool["function"]["name"] for tool in self.tools]
-            return "error: invalid tool call. Use one of %s." % ", ".join(names)
+            return f"error: invalid tool call. Use one of {', '.join(names)}."
         name = call["function"]["name"]
         if name == "delegate":
             return Agent(self.settings, arguments["task"], self.model, self.bodies, is_subagent=True).run()
         try:
             return self.bodies[name](self.settings, arguments)
         except (OSError, ValueError) as error:
-            return "error: %s" % error
+            return f"error: {error}"
 
 
 def opening(task):
@@ -367,9 +352,7 @@ def opening(task):
 
 def shortened(messages):
     """The conversation with its tool results cut, for a summary call that must fit where the whole did not."""
-    return [
-        dict(m, content=m["content"][:SHORTENED_RESULT]) if m["role"] == "tool" else m for m in messages
-    ]
+    return [dict(m, content=m["content"][:SHORTENED_RESULT]) if m["role"] == "tool" else m for m in messages]
 
 
 # ---- the command line ----------------------------------------------------------------------------------------------
@@ -385,7 +368,9 @@ def parse(argv):
     parser.add_argument("--model", required=True)
     parser.add_argument("--max-turns", type=int, default=30, help="model turns per agent")
     parser.add_argument("--context-limit", type=int, default=0, metavar="TOKENS", help="compact above this; 0: never")
-    parser.add_argument("--max-output-tokens", type=int, default=0, metavar="TOKENS", help="per call; 0: server's choice")
+    parser.add_argument(
+        "--max-output-tokens", type=int, default=0, metavar="TOKENS", help="per call; 0: server's choice"
+    )
     parser.add_argument("--no-subagents", action="store_true", help="leave the delegate tool out")
     parser.add_argument("--parallel", action="store_true", help="run the tool calls of one turn at the same time")
     parser.add_argument("--stream", action="store_true", help="ask for streamed replies")
@@ -401,7 +386,7 @@ def parse(argv):
             with open(args.instruction_file, encoding="utf-8") as file:
                 args.instruction = file.read()
         except (OSError, ValueError) as error:
-            parser.error("--instruction-file: %s" % error)
+            parser.error(f"--instruction-file: {error}")
     return Settings(args), args.instruction.strip()
 
 
@@ -410,7 +395,7 @@ def main(argv):
     try:
         print(Agent(settings, instruction).run())
     except ModelError as error:
-        print("scout: %s" % error, file=sys.stderr)
+        print(f"scout: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 

@@ -1,6 +1,6 @@
 """The process that an engine is: SGLang's own server, started so that it cannot outlive its agent.
 
-    python -m services.cell_agent.engine.launch --parent PID --device cpu|cuda -- <SGLang server arguments>
+    python -m services.cell_agent.engine.launch PARENT_PID cpu|cuda <SGLang server arguments>
 
 Invariant: this process asks the kernel for SIGKILL at its parent's death before anything else, and SGLang's children
 ask the same of this one, so `kill -9` of the agent leaves nothing behind.
@@ -21,6 +21,7 @@ import os
 import re
 import signal
 import sys
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def other_model_modules(model_path: str) -> list[str]:
     return [m.stem for m in modules if m.stem not in defining] if defining else []
 
 
-class _Forked(multiprocessing.get_context("fork").Process):
+class _Forked(ForkProcess):
     """A child of the launch process; starts with default signal handling, as a spawned one would."""
 
     def start(self) -> None:
@@ -95,7 +96,7 @@ def prepare_cpu(model_path: str) -> object:
     library = declare_torchvision_operators()
     import sglang.srt.entrypoints.engine as engine
 
-    def no_detokenizer(cls: Any, **_: Any) -> tuple[list[Any], list[str]]:
+    def no_detokenizer(cls: Any, /, **_: Any) -> tuple[list[Any], list[str]]:
         return [], []  # without a tokenizer the scheduler answers the HTTP process directly
 
     engine.mp = _ForkingMultiprocessing
@@ -104,7 +105,7 @@ def prepare_cpu(model_path: str) -> object:
 
 
 def main(arguments: list[str]) -> None:
-    parent, device, server = int(arguments[1]), arguments[3], arguments[5:]
+    parent, device, server = int(arguments[0]), arguments[1], arguments[2:]
     die_with(parent)
     keep = prepare_cpu(server[server.index("--model-path") + 1]) if device == "cpu" else None
     from sglang.launch_server import run_server

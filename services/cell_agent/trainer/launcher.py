@@ -48,7 +48,12 @@ class TrainerDied(TrainerError):
 
 
 class TrainerFailed(TrainerError):
-    """A command could not be carried out; the workers exit after saying so."""
+    """A command could not be carried out. `fatal`: the workers exit after saying so; otherwise (Pull, Refit: the peer or
+    the engine is to blame) they go on and the command may be given again."""
+
+    def __init__(self, message: str, fatal: bool) -> None:
+        super().__init__(message)
+        self.fatal = fatal
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,8 @@ class TrainerHandle:
         finally:
             self._waiting.pop(number, None)
         if isinstance(reply, protocol.Failed):
-            raise TrainerFailed(f"{type(message).__name__} failed in the trainer of cell {self.cell}: {reply.reason}")
+            what = f"{type(message).__name__} failed in the trainer of cell {self.cell}: {reply.reason}"
+            raise TrainerFailed(what, reply.fatal)
         return reply
 
     async def close(self, grace_s: float = 5.0) -> TrainerExit:

@@ -138,7 +138,11 @@ class Published(Message, frozen=True, kw_only=True, tag="published"):
 
 
 class Failed(Message, frozen=True, kw_only=True, tag="failed"):
+    """The command was not carried out. `fatal`: the worker exits; otherwise nothing changed and it goes on (Pull and Refit
+    that failed for an outside reason)."""
+
     reason: str
+    fatal: bool = True
 
 
 Command = Load | Pull | BeginBatch | Train | EndBatch | Reduce | Step | Publish | Save | Export | Refit | Exit

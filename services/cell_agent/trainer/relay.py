@@ -1,0 +1,87 @@
+"""How commands reach the ranks of a cell, and replies the agent.
+
+The control rank reads frames from the agent's socket in a thread (so that Train commands can be queued ahead) and hands
+each, in order, to all ranks over the cell's CPU group. Invariant: `next` returns the same command on every rank; when the
+agent is gone it returns Exit.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from services.cell_agent.trainer import protocol
+from services.cell_agent.trainer.parallel import Parallel
+
+
+class Relay:
+    def __init__(self, parallel: Parallel, path: str) -> None:
+        self._parallel = parallel
+        self._pushed_back: protocol.Command | None = None
+        if parallel.is_control:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._socket.connect(path)
+            self._arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+            threading.Thread(target=self._listen, name="agent-socket", daemon=True).start()
+
+    def next(self) -> protocol.Command:
+        """The next command; blocks until there is one."""
+        if self._pushed_back is not None:
+            command, self._pushed_back = self._pushed_back, None
+            return command
+        data = self._arrived.get() if self._parallel.is_control else b""
+        if self._parallel.world > 1:
+            data = self._spread(data)
+        decoded: protocol.Command = msgspec.msgpack.decode(data, type=protocol.Command)
+        return decoded
+
+    def push_back(self, command: protocol.Command) -> None:
+        """Return `command` once more from the next `next`."""
+        self._pushed_back = command
+
+    def reply(self, message: protocol.Reply) -> None:
+        """Control rank only: send a reply to the agent."""
+        if self._parallel.is_control:
+            data = msgspec.msgpack.encode(message)
+            self._socket.sendall(len(data).to_bytes(4, "little") + data)
+
+    def _spread(self, data: bytes) -> bytes:
+        size = torch.tensor(len(data))
+        dist.broadcast(size, 0, self._parallel.control)
+        frame = torch.empty(int(size), dtype=torch.uint8)
+        if self._parallel.is_control:
+            frame.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(frame, 0, self._parallel.control)
+        return frame.numpy().tobytes()
+
+    def _listen(self) -> None:
+        while True:
+            data = _read_frame(self._socket)
+            if data is None:
+                self._arrived.put(msgspec.msgpack.encode(protocol.Exit(id=0)))
+                return
+            self._arrived.put(data)
+
+
+def _read_frame(connection: socket.socket) -> bytes | None:
+    """One frame, or None when the agent has gone."""
+    head = _read_exactly(connection, 4)
+    return None if head is None else _read_exactly(connection, int.from_bytes(head, "little"))
+
+
+def _read_exactly(connection: socket.socket, size: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < size:
+        try:
+            part = connection.recv(size - len(parts))
+        except ConnectionError:
+            return None
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)

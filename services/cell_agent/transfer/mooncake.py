@@ -1,0 +1,109 @@
+"""Mooncake's Transfer Engine behind one strict wrapper.
+
+Owns the engine of this process and what is registered with it. Invariants: only memory registered here is read into
+(the engine itself would accept any address); a read returns only when all bytes have arrived; every failure is an
+exception that names peer and cause. Listeners accept anyone who reaches them, so they belong on a private network, and
+only snapshots are registered for reading.
+
+Measured facts behind the limits: batches of more than 1,024 requests fail; `transfer_check_status` can report a batch as
+done too early, so only blocking calls are used; a stopped peer is noticed after MC_TRANSFER_TIMEOUT (5 s at least).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+REQUEST_BYTES = 4 << 20
+BATCH_REQUESTS = 1024
+INFINIBAND = Path("/sys/class/infiniband")
+
+
+class TransferError(Exception):
+    """Base of all failures of the Transfer Engine."""
+
+
+class TransferUnavailable(TransferError):
+    """The engine cannot be started with the wanted protocol on this machine."""
+
+
+class NotRegistered(TransferError):
+    """A buffer was used that is not registered, or not for so many bytes."""
+
+
+class PeerUnreachable(TransferError):
+    """The owner of the memory did not deliver: it is gone, hangs, or no longer offers that memory."""
+
+
+class TransferSession:
+    """One Transfer Engine. `address` ("host:port") is what peers need to reach it."""
+
+    def __init__(self, host: str, protocol: str = "tcp", timeout_s: float = 10.0) -> None:
+        if protocol == "rdma" and not (INFINIBAND.is_dir() and any(INFINIBAND.iterdir())):
+            raise TransferUnavailable(f"rdma was asked for but {INFINIBAND} lists no adapter; use tcp")
+        os.environ.setdefault("MC_TRANSFER_TIMEOUT", str(max(5, round(timeout_s))))
+        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+        os.environ.setdefault("GLOG_minloglevel", "2")
+        if host in ("127.0.0.1", "localhost"):
+            os.environ.setdefault("MC_TCP_BIND_ADDRESS", "127.0.0.1")
+        try:
+            from mooncake.engine import TransferEngine
+        except ImportError as error:
+            raise TransferUnavailable(f"mooncake-transfer-engine cannot be loaded: {error}; run `gyre doctor`") from error
+        self._engine: Any = TransferEngine()
+        code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, "")
+        if code != 0:
+            raise TransferUnavailable(f"Transfer Engine did not start on {host} with {protocol} (code {code})")
+        self.address = f"{host}:{self._engine.get_rpc_port()}"
+        self._registered: dict[int, torch.Tensor] = {}
+
+    def register(self, buffer: torch.Tensor) -> None:
+        """Let peers read and this process receive into `buffer` (contiguous uint8, kept alive until unregistered)."""
+        if buffer.dtype != torch.uint8 or not buffer.is_contiguous():
+            raise NotRegistered("only contiguous uint8 buffers can be registered")
+        code = self._engine.register_memory(buffer.data_ptr(), buffer.nbytes)
+        if code != 0:
+            raise TransferError(f"registering {buffer.nbytes} bytes failed (code {code})")
+        self._registered[buffer.data_ptr()] = buffer
+
+    def unregister(self, buffer: torch.Tensor) -> None:
+        if self._registered.pop(buffer.data_ptr(), None) is None:
+            raise NotRegistered("this buffer is not registered")
+        code = self._engine.unregister_memory(buffer.data_ptr())
+        if code != 0:
+            raise TransferError(f"unregistering {buffer.nbytes} bytes failed (code {code})")
+
+    def read(self, peer: str, address: int, into: torch.Tensor, nbytes: int) -> None:
+        """Copy `nbytes` from `address` in the process at `peer` into a registered buffer. Blocks without the GIL."""
+        known = self._registered.get(into.data_ptr())
+        if known is None or known.nbytes < nbytes or into.nbytes < nbytes:
+            raise NotRegistered(f"the receiving buffer is not registered for {nbytes} bytes")
+        sizes = _requests(nbytes)
+        for first in range(0, len(sizes), BATCH_REQUESTS):
+            batch = sizes[first : first + BATCH_REQUESTS]
+            offsets = [(first + i) * REQUEST_BYTES for i in range(len(batch))]
+            code = self._engine.batch_transfer_sync_read(
+                peer, [into.data_ptr() + o for o in offsets], [address + o for o in offsets], batch
+            )
+            if code != 0:
+                raise PeerUnreachable(
+                    f"reading {nbytes} bytes from {peer} failed (code {code}): its process is gone or hangs, "
+                    "or the snapshot was released; wait for the next WeightsPublished"
+                )
+
+    def close(self) -> None:
+        for buffer in list(self._registered.values()):
+            self.unregister(buffer)
+
+
+def _requests(nbytes: int) -> list[int]:
+    """Sizes of the requests that cover `nbytes`."""
+    whole, rest = divmod(nbytes, REQUEST_BYTES)
+    return [REQUEST_BYTES] * whole + ([rest] if rest else [])
+
+
+Reader = Callable[[str, int, torch.Tensor, int], None]  # TransferSession.read, or a scripted counterpart in a test

@@ -1,0 +1,160 @@
+"""Which recorded call an incoming conversation continues.
+
+Every recorded call has two keys in the hash chain of canonical.py: `request`, of the conversation that it was asked to
+continue, and `context`, of that conversation with its reply. A new conversation continues the call with the longest
+beginning of it as context; an assistant turn that carries our tool-call ids is taken for the turn of that call even if
+the harness reworded it, as long as everything before it is the same.
+
+Invariant: a match only ever says that the ids of the matched call are the beginning of the new prompt. Whatever does
+not match makes a branch, never an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from services.proxy import canonical
+from services.proxy.dialects.base import Message, Tool
+from shared.events import ModelCallRecorded
+from shared.ids import call_id
+from shared.tree import Node, Tree
+
+Payloads = Callable[[str], tuple[str, ...]]
+"""call id -> canonical forms of the tool calls the policy made in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """`call` is "" if nothing matched; `new` is what comes after the matched turns."""
+
+    request: str
+    call: str
+    new: tuple[Message, ...]
+    diverged: bool  # the harness changed a turn of the policy that the match goes through
+
+
+class Contexts:
+    """The tree of one execution, and its calls by context and by request."""
+
+    def __init__(self, execution: str) -> None:
+        self.execution = execution
+        self.tree = Tree()
+        self.opening = ""  # mark of the first text of the main line
+        self.latest_number = 0
+        self._by_context: dict[str, str] = {}
+        self._by_request: dict[str, str] = {}
+        self._request_of: dict[str, str] = {}
+        self._payloads: dict[str, tuple[str, ...]] = {}
+
+    def add(self, record: ModelCallRecorded) -> Node | None:
+        """Take a record in; a record of a later attempt forgets all before it."""
+        if record.attempt > self.tree.attempt:
+            self._forget()
+        node = self.tree.add(record)
+        if node is None:
+            return None
+        self.latest_number = max(self.latest_number, int(record.call.rpartition("c")[2]))
+        if record.opening and not self.opening and record.call_class.startswith("main"):
+            self.opening = record.opening
+        if record.context:
+            self._by_context[record.context] = record.call
+        if record.request:
+            self._by_request[record.request] = record.call
+            self._request_of[record.call] = record.request
+        return node
+
+    def _forget(self) -> None:
+        self.opening, self.latest_number = "", 0
+        for table in (self._by_context, self._by_request, self._request_of, self._payloads):
+            table.clear()
+
+    def remember(self, call: str, payloads: tuple[str, ...]) -> None:
+        """The canonical tool calls of a call that is about to be recorded."""
+        self._payloads[call] = payloads
+
+    def by_request(self, request: str) -> Node | None:
+        """The latest call that was asked to continue the same conversation."""
+        call = self._by_request.get(request)
+        return self.tree.nodes[call] if call else None
+
+    def match(
+        self,
+        messages: tuple[Message, ...],
+        tools: tuple[Tool, ...],
+        payloads: Payloads,
+        fold: Iterable[re.Pattern[str]] = (),
+    ) -> Match:
+        """Find the call that `messages` continue. `payloads` is asked at most once per call whose ids appear."""
+        restore = self._restorer(payloads)
+        key = canonical.root(tools)
+        call, matched, diverged = "", 0, False
+        for i, message in enumerate(messages):
+            after = canonical.step(key, canonical.message(message, restore, fold=fold))
+            if message.role == "assistant":
+                mine = self._own_turn(message, key.hex())
+                changed = False
+                if mine is not None:
+                    context = bytes.fromhex(self.tree.nodes[mine].context)
+                    changed = context != after or self._reworded(message, restore)
+                    after = context
+                known = mine or self._by_context.get(after.hex())
+                if known:
+                    call, matched, diverged = known, i + 1, changed
+                elif key.hex() in self._by_request:
+                    diverged = True  # a turn that replaces what the policy said here
+            key = after
+        if matched == len(messages):  # an assistant turn at the end: nothing new to encode, so no continuation
+            call, matched, diverged = "", 0, False
+        return Match(key.hex(), call, messages[matched:], diverged)
+
+    def _own_turn(self, message: Message, request: str) -> str | None:
+        """The call whose tool-call ids `message` carries, if it was asked to continue this very conversation."""
+        for tool_call in message.tool_calls:
+            found = canonical.OUR_TOOL_ID.match(tool_call.id)
+            call = self._call_of(found[1]) if found else None
+            if call is not None and self._request_of.get(call) == request and self.tree.nodes[call].context:
+                return call
+        return None
+
+    def _reworded(self, message: Message, restore: canonical.Restore) -> bool:
+        """Whether the arguments mean something else than what the policy generated."""
+        for tool_call in message.tool_calls:
+            found = canonical.OUR_TOOL_ID.match(tool_call.id)
+            original = restore(found[1], int(found[2])) if found else None
+            if original is not None and original != canonical.tool_call(tool_call):
+                return True
+        return False
+
+    def _call_of(self, tag: str) -> str | None:
+        attempt, _, number = tag[1:].partition("c")
+        call = call_id(self.execution, int(attempt), int(number))
+        return call if call in self.tree.nodes else None
+
+    def _restorer(self, payloads: Payloads) -> canonical.Restore:
+        def restore(tag: str, position: int) -> str | None:
+            call = self._call_of(tag)
+            if call is None:
+                return None
+            if call not in self._payloads:
+                self._payloads[call] = payloads(call)
+            own = self._payloads[call]
+            return own[position] if position < len(own) else None
+
+        return restore
+
+
+def opening_of(messages: tuple[Message, ...]) -> str:
+    """The first user text of a conversation."""
+    return next((canonical.text(m.text) for m in messages if m.role == "user"), "")
+
+
+def opening_mark(text: str) -> str:
+    return f"{len(text)}:{canonical.digest(text)}"
+
+
+def opens_alike(text: str, mark: str) -> bool:
+    """Whether `text` begins with the text that `mark` was made of (a compacted line keeps its task in front)."""
+    length, _, digest = mark.partition(":")
+    return bool(mark) and canonical.digest(text[: int(length)]) == digest

@@ -1,0 +1,227 @@
+"""Messages to token ids and back, through the model family's renderer (package `renderers`).
+
+Invariant: ids that were already given to or taken from the engine are never encoded again. `extend` returns only what
+comes after them; it gives None when the renderer cannot continue (the caller then renders the whole conversation).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from services.proxy.dialects.base import Message, Tool, ToolCall
+
+TAIL = 256
+"""So many ids of the prompt are shown to a renderer that looks back only to the start of the last turn."""
+
+LOCAL = ("qwen3",)
+"""Renderers whose bridge reads no more than the last turn of the prompt (tests/proxy/test_rendering.py)."""
+
+_NAME = re.compile(r'"name"\s*:\s*"((?:[^"\\]|\\.)*)"')
+_ARGUMENTS = re.compile(r'"arguments"\s*:\s*')
+
+
+class Extension(NamedTuple):
+    """ids(parent)[:keep] + ids is the next prompt."""
+
+    keep: int
+    ids: list[int]
+
+
+class Parsed(NamedTuple):
+    """What the policy generated, as text. `calls` have (name, raw arguments)."""
+
+    text: str
+    reasoning: str
+    calls: tuple[tuple[str, str], ...]
+
+
+class RenderingUnavailable(RuntimeError):
+    """No renderer for the model; the message says what to set."""
+
+
+def load(model_path: str, renderer: str = "auto", *, thinking: bool = False) -> Rendering:
+    """The renderer for a Hugging Face folder. `renderer` is a name known to the package, or auto: by architecture."""
+    from renderers import create_renderer
+    from renderers.base import load_tokenizer
+    from renderers.configs import _config_class_for
+
+    tokenizer = load_tokenizer(model_path)
+    name = _by_architecture(model_path) if renderer == "auto" else renderer
+    try:
+        config_class = _config_class_for(name)
+    except (KeyError, ValueError) as error:
+        raise RenderingUnavailable(f"model.renderer {name!r} is unknown to the package renderers: {error}") from error
+    fields = config_class.model_fields
+    config = config_class(**({"enable_thinking": thinking} if "enable_thinking" in fields else {}))
+    return Rendering(create_renderer(tokenizer, config), tokenizer, local=name in LOCAL)
+
+
+def _by_architecture(model_path: str) -> str:
+    from pathlib import Path
+
+    known = {
+        "Qwen3ForCausalLM": "qwen3",
+        "Qwen3MoeForCausalLM": "qwen3",
+        "Glm4MoeForCausalLM": "glm-4.5",
+        "GptOssForCausalLM": "gpt-oss",
+        "DeepseekV3ForCausalLM": "deepseek-v3",
+        "MiniMaxM2ForCausalLM": "minimax-m2",
+        "LlamaForCausalLM": "llama-3",
+    }
+    names = orjson.loads((Path(model_path) / "config.json").read_bytes()).get("architectures") or ["?"]
+    if names[0] not in known:
+        raise RenderingUnavailable(f"no renderer is known for {names[0]}: set model.renderer in the run file")
+    return known[names[0]]
+
+
+class Rendering:
+    """One model's way from messages to ids."""
+
+    def __init__(self, renderer: Any, tokenizer: Any, *, local: bool) -> None:
+        self._renderer, self._tokenizer, self._local = renderer, tokenizer, local
+        self.stop_ids: tuple[int, ...] = tuple(renderer.get_stop_token_ids())
+
+    def fresh(self, messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> list[int]:
+        """The whole conversation, ready for the next assistant turn."""
+        rendered = self._renderer.render(wire_messages(messages), tools=wire_tools(tools), add_generation_prompt=True)
+        return list(rendered.token_ids)
+
+    def extend(
+        self,
+        prompt: npt.NDArray[np.int32],
+        output: npt.NDArray[np.int32],
+        messages: tuple[Message, ...],
+        tools: tuple[Tool, ...],
+    ) -> Extension | None:
+        """What `messages` add after a call whose exact ids are prompt + output; None if it can't be told."""
+        if not messages:
+            return None
+        if any(m.role == "assistant" for m in messages):
+            return self._extend_foreign(prompt, output, messages, tools) if self._local else None
+        tail = prompt[-TAIL:].tolist() if self._local else prompt.tolist()
+        before = tail + output.tolist()
+        bridged = self._renderer.bridge_to_next_turn(
+            tail, output.tolist(), wire_messages(messages), tools=wire_tools(tools)
+        )
+        if bridged is None:
+            return None
+        ids = list(bridged.token_ids)
+        shared = _common_prefix(before, ids)
+        if shared < len(tail):
+            return None
+        return Extension(len(prompt) - len(tail) + shared, ids[shared:])
+
+    def _extend_foreign(
+        self,
+        prompt: npt.NDArray[np.int32],
+        output: npt.NDArray[np.int32],
+        messages: tuple[Message, ...],
+        tools: tuple[Tool, ...],
+    ) -> Extension | None:
+        """Like `extend`, with assistant turns among the messages that the policy never generated in this form. They
+        are rendered after a stand-in turn, whose ids are cut off again."""
+        stand_in = (Message("user", "."), Message("assistant", "."))
+        conversation = wire_messages(stand_in + messages)
+        rendered = self._renderer.render(conversation, tools=None, add_generation_prompt=True)
+        ids, owners = list(rendered.token_ids), rendered.message_indices
+        closing = [i for i, owner in enumerate(owners) if owner == 1 and ids[i] in self.stop_ids]
+        if not closing:
+            return None
+        extension = ids[closing[-1] + 1 :]
+        if len(output) == 0 or int(output[-1]) not in self.stop_ids:
+            extension = [ids[closing[-1]], *extension]
+        return Extension(len(prompt) + len(output), extension)
+
+    def parse(self, output: npt.NDArray[np.int32], prompt: npt.NDArray[np.int32], tools: tuple[Tool, ...]) -> Parsed:
+        """Generated ids to text, reasoning and tool calls, malformed calls included."""
+        tail = prompt[-TAIL:].tolist() if self._local else prompt.tolist()
+        parsed = self._renderer.parse_response(output.tolist(), tools=wire_tools(tools), prompt_ids=tail)
+        text, calls = parsed.content, []
+        for call in parsed.tool_calls:
+            found = _call(call)
+            if found is None:
+                text = f"{text}\n{call.raw}".strip()  # no call at all: the harness gets to see what was written
+            else:
+                calls.append(found)
+        return Parsed(text, parsed.reasoning_content or "", tuple(calls))
+
+    def decode(self, ids: npt.NDArray[np.int32]) -> str:
+        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+
+
+def _call(call: Any) -> tuple[str, str] | None:
+    """(name, raw arguments) of one parsed attempt; None if not even a name can be made out."""
+    start = _ARGUMENTS.search(call.raw)
+    if call.name and str(call.status) in ("ok", "unknown_tool"):
+        if isinstance(call.arguments, str):
+            return str(call.name), call.arguments
+        arguments = call.arguments if call.arguments is not None else {}
+        return str(call.name), _as_written(call.raw, start.end() if start else -1, arguments)
+    name = _NAME.search(call.raw)
+    if name is None:
+        return None
+    arguments = call.raw[start.end() :].strip() if start else ""
+    return name[1], call.raw if _is_object(arguments) else arguments
+
+
+def _is_object(text: str) -> bool:
+    """A broken call around whole arguments must not be repaired by taking it apart: it would seem well made."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _as_written(raw: str, start: int, arguments: Any) -> str:
+    """The arguments' own text inside `raw`, if it begins at `start` and means the same; else written anew."""
+    if start >= 0:
+        try:
+            value, end = json.JSONDecoder().raw_decode(raw, start)
+        except (ValueError, RecursionError):
+            value, end = None, 0
+        if end and value == arguments:
+            return raw[start:end]
+    return json.dumps(arguments)
+
+
+def wire_messages(messages: tuple[Message, ...]) -> list[Any]:
+    """Neutral messages as the package's plain dictionaries."""
+    return [_wire(m) for m in messages]
+
+
+def _wire(message: Message) -> dict[str, Any]:
+    wire: dict[str, Any] = {"role": message.role, "content": message.text}
+    if message.reasoning:
+        wire["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        wire["tool_calls"] = [_wire_call(c) for c in message.tool_calls]
+    if message.role == "tool":
+        wire["tool_call_id"] = message.tool_call_id
+    return wire
+
+
+def _wire_call(call: ToolCall) -> dict[str, Any]:
+    try:
+        arguments = orjson.loads(call.arguments)
+    except orjson.JSONDecodeError:
+        arguments = call.arguments
+    if not isinstance(arguments, dict):
+        arguments = call.arguments
+    return {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": arguments}}
+
+
+def wire_tools(tools: tuple[Tool, ...]) -> list[Any] | None:
+    return [{"name": t.name, "description": t.description, "parameters": t.parameters} for t in tools] or None
+
+
+def _common_prefix(a: list[int], b: list[int]) -> int:
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n
+    return next(i for i in range(n) if a[i] != b[i])

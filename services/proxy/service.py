@@ -1,0 +1,174 @@
+"""The shell of the proxy: stream in, HTTP in, engines and records out.
+
+Invariant: requests are answered only when the whole history is known; after a restart the proxy listens at the same
+unix socket, and at the same port if that is still free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import uvicorn
+
+from services.proxy import rendering
+from services.proxy.app import ProxyApp
+from services.proxy.calls import Calls, Limits
+from services.proxy.core import AbortCalls, ProxyCore
+from services.proxy.dialects.base import ApiError
+from services.proxy.engine_client import EngineClient
+from services.proxy.recorder import Recorder
+from services.proxy.watch import Watch
+from shared.bus import Stored
+from shared.events import Event, ModelCallRefused, ProxyReady
+from shared.runtime import ServiceContext, drive
+
+log = logging.getLogger("gyre.proxy")
+
+LONGEST_SOCKET_PATH = 100  # the kernel takes 107 bytes
+UNKNOWN_REPORTED = 100  # refused calls without an execution that are published, per process
+SOCKET_MODE = 0o666  # a sandbox may run as another user; the key is what gives access
+
+
+async def serve(ctx: ServiceContext) -> None:
+    model, proxy = ctx.config.model, ctx.config.proxy
+    renderer = await asyncio.to_thread(rendering.load, model.path, model.renderer, thinking=model.thinking)
+    core, watch, engine = ProxyCore(), Watch(), EngineClient(renderer.stop_ids)
+
+    async def publish(event: Event, msg_id: str) -> int:
+        return await ctx.bus.publish(event, msg_id=msg_id)
+
+    calls = Calls(core, renderer, engine, Recorder(core, publish), watch, Limits(model.context, proxy.call_timeout_s))
+    refusals = _Refusals(ctx)
+    app = ProxyApp(core, calls, watch, ctx.bus.last_sequence, refusals.report, model.name)
+    listener = _Listener(app, ctx.run_dir / f"{ctx.actor}.sock", proxy.port)
+
+    def observe(message: Stored) -> None:
+        if isinstance(message.event, ProxyReady) and message.event.proxy == ctx.actor:
+            listener.port = listener.port or urlsplit(message.event.url).port or 0
+        watch.seen(message.sequence)
+
+    async def perform(command: object) -> None:
+        if isinstance(command, AbortCalls):
+            calls.abort(command)
+
+    async def on_live() -> None:
+        url, path = await listener.start()
+        await ctx.bus.publish(ProxyReady(proxy=ctx.actor, url=url, socket=str(path)))
+        log.info("serving at %s and %s", url, path)
+
+    try:
+        await drive(ctx, core, perform=perform, on_live=on_live, observe=observe)
+    finally:
+        await calls.close()
+        await listener.stop()
+        await refusals.close()
+        await engine.close()
+
+
+class _Refusals:
+    """Publishes what harnesses were refused; never in the way of an answer."""
+
+    def __init__(self, ctx: ServiceContext) -> None:
+        self._ctx, self._unknown = ctx, 0
+        self._tasks: set[asyncio.Task[int]] = set()
+        self._counter = ctx.telemetry.counter("gyre_proxy_refused_total", "Calls refused or failed", ["kind"])
+
+    def report(self, execution: str, error: ApiError) -> None:
+        self._counter.labels(error.kind).inc()
+        if not execution:
+            self._unknown += 1
+            if self._unknown > UNKNOWN_REPORTED:
+                return
+        event = ModelCallRefused(
+            execution=execution, status=error.status, kind=error.kind, message=error.message[:2000]
+        )
+        task = asyncio.create_task(self._ctx.bus.publish(event))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=2)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers: the service frame owns them."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Listener:
+    """The TCP port and the unix socket of one app."""
+
+    def __init__(self, app: ProxyApp, path: Path, port: int) -> None:
+        self._app, self._path, self.port = app, _short(path), port
+        self._server: _Server | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> tuple[str, Path]:
+        tcp, unix = _bind_tcp(self.port), _bind_unix(self._path)
+        config = uvicorn.Config(
+            self._app.asgi(),
+            loop="none",
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            log_level="warning",
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=2,
+        )
+        self._server = _Server(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[tcp, unix]), name="http")
+        while not self._server.started:
+            if self._task.done():
+                self._task.result()
+            await asyncio.sleep(0.01)
+        host, port = tcp.getsockname()
+        return f"http://{host}:{port}", self._path
+
+    async def stop(self) -> None:
+        if self._server is not None and self._task is not None:
+            self._server.should_exit = True
+            await asyncio.gather(self._task, return_exceptions=True)
+
+
+def _short(path: Path) -> Path:
+    """`path`, or one in the temporary folder if the kernel would not take it as a socket's name."""
+    if len(os.fsencode(path)) <= LONGEST_SOCKET_PATH:
+        return path
+    return Path(tempfile.gettempdir()) / f"gyre-{path.parent.name[-40:]}-{path.name[-30:]}"
+
+
+def _bind_tcp(port: int) -> socket.socket:
+    for candidate in (port, 0):
+        tcp = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tcp.bind(("127.0.0.1", candidate))
+        except OSError as error:
+            tcp.close()
+            log.warning("port %d is taken (%s): using another one", candidate, error)
+            continue
+        return tcp
+    raise OSError("no free TCP port on 127.0.0.1")
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    path.unlink(missing_ok=True)
+    unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    unix.bind(str(path))
+    path.chmod(SOCKET_MODE)
+    return unix

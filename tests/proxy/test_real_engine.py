@@ -1,0 +1,132 @@
+"""The proxy on a real SGLang engine: what is recorded is what the engine reported, and what a plain forward gives."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+
+from services.cell_agent.engine.server import Engine, EngineSpec
+from services.proxy.rendering import load
+from shared.codec import unpack_floats, unpack_ids
+from shared.events import Sampling
+from tests.proxy.support import World, make_model
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+CONTEXT = 2048
+USER = {"role": "user", "content": "write the file"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    return folder, make_model(folder, context=CONTEXT)
+
+
+@pytest_asyncio.fixture
+async def world(nats_url, fresh_run, tmp_path, model):
+    folder, _ = model
+    spec = EngineSpec(
+        cell=0,
+        model_path=str(folder),
+        dtype="float32",
+        context=CONTEXT,
+        capacity=8,
+        tokens=16384,
+        page=1,
+        threads=1,
+        device="cpu",
+        seed=1,
+    )
+    engine = await Engine.start(spec, tmp_path / "engine.log")
+    run = World(nats_url, fresh_run, tmp_path, folder, CONTEXT)
+    await run.begin()
+    await run.cell(0, engine.url, version=0)
+    await run.start_proxy()
+    yield run, engine.url
+    await run.end()
+    await engine.stop()
+
+
+def forward_logprobs(model, ids):
+    """log p(ids[t] | ids[:t]) for t >= 1 in fp32."""
+    with torch.no_grad():
+        logits = model(torch.tensor([ids.tolist()], dtype=torch.long)).logits[0].float()
+    rows = torch.log_softmax(logits[:-1], dim=-1)
+    return rows.gather(1, torch.tensor(ids[1:].tolist()).long()[:, None])[:, 0].numpy()
+
+
+async def test_records_equal_the_engine_and_a_plain_forward(world, model):
+    run, url = world
+    await run.execution(key="sampled", sampling=Sampling(temperature=1.0, max_new_tokens=150))
+    await run.execution("g000001x01", key="greedy", sampling=Sampling(temperature=0.0, max_new_tokens=40))
+    history = [USER]
+    for turn in range(4):
+        message = await run.chat(history, key="sampled")
+        history.append(message)
+        for call in message.get("tool_calls", []):
+            history.append({"role": "tool", "tool_call_id": call["id"], "content": "ok"})
+        history.append({"role": "user", "content": f"go on {turn}"})
+    await run.chat([USER, {"role": "user", "content": "another branch"}], key="sampled")
+    await run.chat([USER], key="greedy")
+
+    records = await run.records()
+    tree = await run_tree(run, "g000001x00")
+    assert len(tree.nodes) == 5
+    for call in tree.nodes:
+        generated = tree.generated(call)
+        expected = forward_logprobs(model[1], tree.ids(call))
+        np.testing.assert_allclose(generated.logprobs[1:][generated.mask[1:]], expected[generated.mask[1:]], atol=1e-4)
+        assert set(tree.token_versions(call)[generated.mask].tolist()) == {0}
+    assert sum(len(r.output_ids) // 4 for r in records) > 200
+    assert any(r.cached_tokens > 20 for r in records)
+
+    greedy = records[-1]
+    async with aiohttp.ClientSession() as http:
+        body = {
+            "input_ids": unpack_ids(greedy.input_ids).tolist(),
+            "sampling_params": {
+                "temperature": 0,
+                "max_new_tokens": 40,
+                "stop_token_ids": list(load(str(model[0])).stop_ids),
+            },
+            "return_logprob": True,
+        }
+        async with http.post(url + "/generate", json=body) as response:
+            answer = await response.json()
+    assert answer["output_ids"] == unpack_ids(greedy.output_ids).tolist()
+    reported = [row[0] for row in answer["meta_info"]["output_token_logprobs"]]
+    np.testing.assert_allclose(unpack_floats(greedy.output_logprobs), reported, atol=1e-5)
+
+
+async def test_calls_cut_at_the_engine_are_whole_in_the_record(world, model):
+    run, url = world
+    await run.execution(sampling=Sampling(temperature=1.0, max_new_tokens=1500))
+    calls = [asyncio.create_task(run.chat([USER, {"role": "user", "content": str(i)}])) for i in range(4)]
+    async with aiohttp.ClientSession() as http:
+        for _ in range(3):
+            await asyncio.sleep(0.15)
+            async with http.post(url + "/abort_request", json={"rid": "", "abort_all": True}) as response:
+                assert response.status == 200
+    await asyncio.gather(*calls)
+    tree = await run_tree(run, "g000001x00")
+    assert len(tree.nodes) == 4
+    for call, node in tree.nodes.items():
+        assert node.finish_reason in ("stop", "length")
+        ids, generated = tree.ids(call), tree.generated(call)
+        expected = forward_logprobs(model[1], ids)
+        np.testing.assert_allclose(generated.logprobs[1:][generated.mask[1:]], expected[generated.mask[1:]], atol=1e-4)
+
+
+async def run_tree(run, execution):
+    from shared.tree import Tree
+
+    tree = Tree()
+    for record in await run.records():
+        if record.execution == execution:
+            tree.add(record)
+    return tree
