@@ -43,7 +43,7 @@ def usable_tasks(folder: str, what: str, console: Console) -> tuple[str, ...]:
         console.print(f"left out: {bad}", style="yellow", markup=False)
     if not tasks:
         raise NoTasks(f"{what}: no usable task in {folder} (each needs task.toml, instruction.md and tests/test.sh)")
-    return tuple(str(t.path) for t in tasks)
+    return tuple(str(t.folder) for t in tasks)
 
 
 def first_event(config: RunConfig, run: str, folder: Path, console: Console) -> RunStarted:
@@ -104,7 +104,7 @@ async def _drive(local: LocalRun, options: Options, console: Console) -> int:
     local.start_services()
     reader = asyncio.create_task(_follow(local, view))
     try:
-        with Display(view, quiet=options.quiet or options.json) as display:
+        with Display(view, quiet=options.quiet) as display:
             while not (interrupted.is_set() or local.failed or view.phase in ("finished", "failed")):
                 if reader.done():
                     reader.result()

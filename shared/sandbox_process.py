@@ -111,10 +111,10 @@ class Running:
     async def wait(self, limit_s: float | None = None, grace_s: float = 0.0) -> Ended:
         """Until nothing is left of the sandbox. After `limit_s` the command gets SIGTERM (if supervised), `grace_s`
         later everything is killed."""
-        try:
-            return await asyncio.wait_for(asyncio.shield(self._ended), limit_s)
-        except TimeoutError:
-            self._stopped = True
+        await asyncio.wait([self._ended], timeout=limit_s)
+        if self._ended.done():
+            return self._ended.result()
+        self._stopped = True
         if self.supervised and grace_s > 0:
             self.send(signal.SIGTERM)
             await asyncio.wait([self._ended], timeout=grace_s)

@@ -67,7 +67,7 @@ class Expert:
         if messages[-1]["content"] == scout.SUMMARY_REQUEST:
             return self._summary()
         if not messages[1]["content"].startswith(self.task.instruction):  # a sub-agent's task
-            return self._write(next(f for f in self.task.files if f.sentence() == messages[1]["content"]))
+            return self._write(next(f for f in self.task.files if messages[1]["content"].startswith(f.sentence())))
         if self.looks_up and self.known is None:
             command = {"command": f"cat {next(iter(self.task.workspace))}"}
             return self._call("bash", command, lambda: setattr(self, "known", self.task.limit))

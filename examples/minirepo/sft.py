@@ -105,7 +105,8 @@ def pad(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
 class Recipe:
     """How to train. `phases` are (share of the time, data set); the rate falls over the last 40 % of the time.
 
-    `tokens` bounds one process's batch, openings not counted.
+    `seconds` are CPU seconds of one process, so that a busy machine takes longer but trains no less; `tokens` bounds one
+    process's batch, openings not counted.
     """
 
     seconds: float
@@ -135,8 +136,8 @@ def train(model, data: dict[str, list[tuple[int, list[Row]]]], recipe: Recipe, r
     feeds = {name: Batches(groups, recipe.tokens, rng) for name, groups in data.items()}
     parameters = list(model.parameters())
     pairs = optimizers(model, recipe)
-    start, step = time.monotonic(), 0
-    while (done := _agreed((time.monotonic() - start) / recipe.seconds, world)) < 1:
+    start, step = time.process_time(), 0
+    while (done := _agreed((time.process_time() - start) / recipe.seconds, world)) < 1:
         opening, ids, mask = feeds[_phase(recipe, done)].next()
         decay = 1.0 if done < 0.6 else 0.5 + 0.5 * math.cos(math.pi * (done - 0.6) / 0.4)
         rate = decay * min(1, (step + 1) / recipe.warmup_steps)
@@ -157,7 +158,7 @@ def train(model, data: dict[str, list[tuple[int, list[Row]]]], recipe: Recipe, r
 
 
 def _agreed(done: float, world: int) -> float:
-    """Rank 0's clock, so that all processes stop at the same step."""
+    """Rank 0's reckoning, so that all processes stop at the same step."""
     value = torch.tensor([done])
     if world > 1:
         dist.broadcast(value, 0)

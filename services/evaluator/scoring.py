@@ -22,8 +22,8 @@ from pathlib import Path
 from services.evaluator.verdict import Outcome, Reward, Unresolved, read_reward
 from shared import workspace as workspaces
 from shared.blobs import BlobCorrupt, BlobMissing, BlobStore
+from shared.cancelling import in_thread
 from shared.events import BlobRef
-from shared.in_thread import in_thread
 from shared.sandbox import Bubblewrap, Limits, Mount, Sandbox, SandboxFailed
 from shared.tasks import Task
 

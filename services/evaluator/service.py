@@ -19,9 +19,9 @@ from shared import ids, sandbox
 from shared import workspace as workspaces
 from shared.bounded_log import BoundedLog
 from shared.bus import WorkItem
+from shared.cancelling import end_all, in_thread
 from shared.events import BlobRef, ExecutionAssessed, ExecutionFinished
 from shared.following import Following
-from shared.in_thread import in_thread
 from shared.runtime import ServiceContext, drive
 from shared.tasks import BrokenTask, Task, load
 
@@ -63,9 +63,7 @@ class Evaluator:
             if workers.done():
                 workers.result()
         finally:
-            for task in (stop, workers):
-                task.cancel()
-            await asyncio.gather(stop, workers, return_exceptions=True)
+            await end_all([stop, workers])
 
     async def _work(self) -> None:
         await self.stream.until(lambda: self.stream.live)
@@ -73,7 +71,7 @@ class Evaluator:
         queue = await self.ctx.bus.work_queue(QUEUE, finished, max_in_flight=MAX_IN_FLIGHT)
 
         async def worker() -> None:
-            while True:
+            while not self.ctx.stop.is_set():
                 item = await queue.take(TAKE_S)
                 if item is not None:
                     await self._handle(item)

@@ -22,9 +22,9 @@ from services.harness.profiles import Launch, Places, Profile, launch
 from shared import workspace as workspaces
 from shared.blobs import BlobStore
 from shared.bounded_log import BoundedLog
+from shared.cancelling import in_thread
 from shared.config import RunConfig
 from shared.events import BlobRef, ExecutionFinished, ExecutionPlaced, ExecutionStarted
-from shared.in_thread import in_thread
 from shared.sandbox import MODEL_PORT, Bubblewrap, Ended, Limits, Mount, Running, Sandbox, SandboxFailed
 from shared.tasks import BrokenTask, Task
 

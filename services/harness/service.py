@@ -18,6 +18,7 @@ from services.harness.model_link import ModelLink
 from services.harness.profiles import Profile, profile
 from shared import ids, sandbox
 from shared.bus import WorkItem
+from shared.cancelling import end_all
 from shared.events import ExecutionFinished, ExecutionPlaced, ExecutionStarted, ProxyReady
 from shared.following import Following
 from shared.runtime import ServiceContext, drive
@@ -89,18 +90,15 @@ class HarnessService:
             if taking.done():
                 taking.result()
         finally:
-            taking.cancel()  # first, so that it does not take what the others give back
-            await asyncio.gather(taking, return_exceptions=True)
-            for task in (stop, *self._tasks):
-                task.cancel()
-            await asyncio.gather(stop, *self._tasks, return_exceptions=True)
+            await end_all([stop, taking])  # before the others, so that it does not take what they give back
+            await end_all(self._tasks)
             self.link.close()
 
     async def _take_all(self) -> None:
         await self.stream.until(lambda: self.stream.live)
         placed = ids.subject_filter(self.ctx.run, service="scheduler", event="execution_placed")
         queue = await self.ctx.bus.work_queue(QUEUE, placed, max_in_flight=MAX_IN_FLIGHT)
-        while True:
+        while not self.ctx.stop.is_set():
             await self.stream.until(lambda: not self.ledger.stopping)
             item = await queue.take(TAKE_S)
             if item is not None:

@@ -34,6 +34,8 @@ log = logging.getLogger("gyre.proxy.calls")
 
 Ids = npt.NDArray[np.int32]
 
+ENGINE_RESERVE = 8  # SGLang takes no prompt that leaves less of the context than this
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -192,9 +194,10 @@ class Calls:
 
     def _start(self, execution: Execution, request: Request, match: Match, key: tuple[str, int, str]) -> Call:
         prompt = self._prompt(execution, request, match)
-        room = self._limits.context - len(prompt.ids)
+        longest = self._limits.context - ENGINE_RESERVE
+        room = longest - len(prompt.ids)
         if room < 1:
-            raise context_too_long(len(prompt.ids), self._limits.context)
+            raise context_too_long(len(prompt.ids), longest)
         plan = self._plan(execution, request, match, prompt, room)
         loop = asyncio.get_running_loop()
         call = Call(plan.call, key, loop.create_future(), int(time.time()))
@@ -332,7 +335,7 @@ class Calls:
             return ApiError(503, "unavailable", text, retry_after=5)
         except EngineRefused as error:
             if is_too_long(error):
-                return context_too_long(len(generation.prompt), self._limits.context)
+                return context_too_long(len(generation.prompt), self._limits.context - ENGINE_RESERVE)
             log.error("call %s was refused by the engine: %s", plan.call, error)
             return ApiError(500, "internal", f"the engine refused the call: {error}")
         return None

@@ -93,7 +93,8 @@ class ProxyCore:
                 execution = self._execution(event.execution)
                 execution.cell, execution.sampling = event.cell, event.sampling
             case ExecutionMoved():
-                self._execution(event.execution).cell = event.to_cell
+                if event.execution in self.executions:
+                    self.executions[event.execution].cell = event.to_cell
             case ExecutionStarted():
                 return self._started(event)
             case ExecutionFinished():

@@ -59,7 +59,8 @@ def load(model_path: str, renderer: str = "auto", *, thinking: bool = False) -> 
         raise RenderingUnavailable(f"model.renderer {name!r} is unknown to the package renderers: {error}") from error
     fields = config_class.model_fields
     config = config_class(**({"enable_thinking": thinking} if "enable_thinking" in fields else {}))
-    return Rendering(create_renderer(tokenizer, config), tokenizer, local=name in LOCAL)
+    local = name in LOCAL
+    return Rendering(create_renderer(tokenizer, config), tokenizer, local=local, foreign=local and not thinking)
 
 
 def _by_architecture(model_path: str) -> str:
@@ -83,8 +84,9 @@ def _by_architecture(model_path: str) -> str:
 class Rendering:
     """One model's way from messages to ids."""
 
-    def __init__(self, renderer: Any, tokenizer: Any, *, local: bool) -> None:
-        self._renderer, self._tokenizer, self._local = renderer, tokenizer, local
+    def __init__(self, renderer: Any, tokenizer: Any, *, local: bool, foreign: bool) -> None:
+        """`foreign`: an assistant turn is rendered the same wherever it stands, so one may follow exact ids."""
+        self._renderer, self._tokenizer, self._local, self._foreign = renderer, tokenizer, local, foreign
         self.stop_ids: tuple[int, ...] = tuple(renderer.get_stop_token_ids())
 
     def fresh(self, messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> list[int]:
@@ -103,7 +105,7 @@ class Rendering:
         if not messages:
             return None
         if any(m.role == "assistant" for m in messages):
-            return self._extend_foreign(prompt, output, messages, tools) if self._local else None
+            return self._extend_foreign(prompt, output, messages) if self._foreign else None
         tail = prompt[-TAIL:].tolist() if self._local else prompt.tolist()
         before = tail + output.tolist()
         bridged = self._renderer.bridge_to_next_turn(
@@ -122,7 +124,6 @@ class Rendering:
         prompt: npt.NDArray[np.int32],
         output: npt.NDArray[np.int32],
         messages: tuple[Message, ...],
-        tools: tuple[Tool, ...],
     ) -> Extension | None:
         """Like `extend`, with assistant turns among the messages that the policy never generated in this form. They
         are rendered after a stand-in turn, whose ids are cut off again."""

@@ -27,7 +27,7 @@ from services.proxy.engine_client import EngineClient
 from services.proxy.recorder import Recorder
 from services.proxy.watch import Watch
 from shared.bus import Stored
-from shared.events import Event, ModelCallRefused, ProxyReady
+from shared.events import Event, ModelCallRecorded, ModelCallRefused, ProxyReady
 from shared.runtime import ServiceContext, drive
 
 log = logging.getLogger("gyre.proxy")
@@ -42,8 +42,13 @@ async def serve(ctx: ServiceContext) -> None:
     renderer = await asyncio.to_thread(rendering.load, model.path, model.renderer, thinking=model.thinking)
     core, watch, engine = ProxyCore(), Watch(), EngineClient(renderer.stop_ids)
 
+    meters = _Meters(ctx)
+
     async def publish(event: Event, msg_id: str) -> int:
-        return await ctx.bus.publish(event, msg_id=msg_id)
+        sequence = await ctx.bus.publish(event, msg_id=msg_id)
+        if isinstance(event, ModelCallRecorded):
+            meters.count(event)
+        return sequence
 
     calls = Calls(core, renderer, engine, Recorder(core, publish), watch, Limits(model.context, proxy.call_timeout_s))
     refusals = _Refusals(ctx)
@@ -71,6 +76,25 @@ async def serve(ctx: ServiceContext) -> None:
         await listener.stop()
         await refusals.close()
         await engine.close()
+
+
+class _Meters:
+    """Prometheus figures of the recorded calls."""
+
+    def __init__(self, ctx: ServiceContext) -> None:
+        telemetry = ctx.telemetry
+        self._calls = telemetry.counter("gyre_proxy_calls_total", "Recorded calls", ["call_class"])
+        self._new = telemetry.counter("gyre_proxy_input_tokens_total", "Prompt tokens that no earlier call had")
+        self._generated = telemetry.counter("gyre_proxy_output_tokens_total", "Generated tokens")
+        self._discarded = telemetry.counter("gyre_proxy_discarded_total", "Calls whose reply nobody waited for")
+        self._seconds = telemetry.histogram("gyre_proxy_call_seconds", "From prompt to durable record")
+
+    def count(self, record: ModelCallRecorded) -> None:
+        self._calls.labels(record.call_class).inc()
+        self._new.inc(len(record.input_ids) // 4)
+        self._generated.inc(len(record.output_ids) // 4)
+        self._discarded.inc(record.discarded)
+        self._seconds.observe(record.seconds)
 
 
 class _Refusals:

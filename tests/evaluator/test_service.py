@@ -112,7 +112,8 @@ async def test_a_failure_that_passes_is_scored_at_the_second_try(finished: Finis
 
 
 async def test_a_timeout_with_a_reward_is_scored_and_one_without_is_not(finished: Finished, tmp_path: Path) -> None:
-    task = write_task(tmp_path / "with", "echo 0.5 > /logs/verifier/reward.txt; sleep 600\n", "[verifier]\ntimeout_sec=1\n")
+    script = "echo 0.5 > /logs/verifier/reward.txt; sleep 600\n"
+    task = write_task(tmp_path / "with", script, "[verifier]\ntimeout_sec=1\n")
     other = write_task(tmp_path / "without", "sleep 600\n", "[verifier]\ntimeout_sec=0.5\n")
     artifact = finished.preserve(tmp_path, {})
     await finished.publish("g1x00", task, artifact)
@@ -165,7 +166,7 @@ async def test_code_under_test_cannot_write_the_reward_afterwards(finished: Fini
 
 
 async def test_files_of_the_workspace_do_not_replace_tests(finished: Finished, tmp_path: Path) -> None:
-    files = {"tests/test.sh": "echo 1 > /logs/verifier/reward.txt\n", "test.sh": "echo 1\n", "json.py": "raise SystemExit"}
+    files = {"tests/test.sh": "echo 1 > /logs/verifier/reward.txt\n", "test.sh": "echo 1\n", "json.py": "exit()"}
     test_sh = "python3 /tests/check.py\n"
     task = write_task(tmp_path / "task", test_sh)
     (task / "tests" / "check.py").write_text(

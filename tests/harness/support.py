@@ -1,4 +1,4 @@
-"""Parts of the harness and evaluator tests: task folders, a run on a real stream, both services, a scripted model API."""
+"""Parts of the harness and evaluator tests: task folders, a run on a real stream, both services, a scripted model."""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@ import asyncio
 import time
 from pathlib import Path
 
-import pytest
-
 from shared import workspace
 from shared.blobs import BlobStore
 from shared.config import ExecutionConfig

@@ -1,4 +1,4 @@
-"""Parts that the proxy's tests share: a tiny model folder, a run on the bus, a proxy process's service, an engine stub."""
+"""Parts that the proxy's tests share: a tiny model folder, a run on the bus, the proxy's service, an engine stub."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ from shared.events import (
 from shared.service import open_context
 from shared.tree import Tree
 
+# transformers imports torchvision if it is there, and fails where that was built for another torch.
+sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
+
 EXECUTION = "g000001x00"
 TOOLS = [
     {
@@ -43,7 +46,7 @@ TOOLS = [
     }
     for name in ("bash", "delegate")
 ]
-WORDS = "the a write file run list of to and is done task code test error ok one two three result output".split()
+TEXT = "the a write file run list of to and is done task code test error ok one two three result output"
 
 
 def make_tokenizer(folder: Path) -> Any:
@@ -59,7 +62,7 @@ def make_tokenizer(folder: Path) -> Any:
     trainer = trainers.BpeTrainer(
         vocab_size=512 - len(added), special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
-    corpus = [" ".join(WORDS), '{"name": "bash", "arguments": {"command": "ls"}}', "assistant\n user\n system\n"]
+    corpus = [TEXT, '{"name": "bash", "arguments": {"command": "ls"}}', "assistant\n user\n system\n"]
     tokenizer.train_from_iterator(corpus * 200, trainer)
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in added])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
@@ -71,8 +74,6 @@ def make_tokenizer(folder: Path) -> Any:
 
 def make_model(folder: Path, *, seed: int = 0, context: int = 2048) -> Any:
     """A random two-layer Qwen3 in fp32 with its tokenizer."""
-    # transformers imports torchvision if it is there, and fails where that was built for another torch.
-    sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -118,7 +119,7 @@ class Turn:
 
 @dataclass
 class ScriptedEngine:
-    """NOT an engine: answers SGLang's /generate with the next scripted turn (or `default`), log-prob -0.5 - position/100.
+    """NOT an engine: answers SGLang's /generate with the next scripted turn, log-probs -0.5 - position/100.
 
     For error paths that a real engine can't be brought to on demand."""
 

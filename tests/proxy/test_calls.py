@@ -1,4 +1,4 @@
-"""Calls through the real service and bus, against a scripted engine: what is recorded, continued, retried and refused."""
+"""Calls through the real service and bus, on a scripted engine: what is recorded, continued, retried, refused."""
 
 import asyncio
 

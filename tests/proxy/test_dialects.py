@@ -1,4 +1,4 @@
-"""The dialects as their own SDKs see them, the official Python clients of both, and by hand where those hide something."""
+"""The dialects as the official Python clients see them, and by hand where those hide something."""
 
 import asyncio
 import json
@@ -110,8 +110,8 @@ async def test_context_too_long_in_both_forms(world, openai_client, anthropic_cl
     with pytest.raises(openai.BadRequestError) as refused:
         await openai_client.chat.completions.create(model="m", messages=[long])
     assert refused.value.code == "context_length_exceeded"
-    assert "1024 tokens" in str(refused.value)
-    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 1024 maximum"):
+    assert "1016 tokens" in str(refused.value)
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 1016 maximum"):
         await anthropic_client.messages.create(model="m", max_tokens=5, messages=[long])
 
 

@@ -1,5 +1,5 @@
-"""Property tests of context matching: whatever a harness does to the form of a conversation, it continues the same call;
-whatever it does to the meaning makes a branch; and no token is lost, doubled or invented."""
+"""Property tests of context matching: whatever a harness does to the form of a conversation, it continues the same
+call; whatever it does to the meaning makes a branch; and no token is lost, doubled or invented."""
 
 import json
 import unicodedata

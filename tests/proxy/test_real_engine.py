@@ -11,6 +11,7 @@ import pytest_asyncio
 import torch
 
 from services.cell_agent.engine.server import Engine, EngineSpec
+from services.proxy.dialects.base import Message
 from services.proxy.rendering import load
 from shared.codec import unpack_floats, unpack_ids
 from shared.events import Sampling
@@ -115,11 +116,27 @@ async def test_calls_cut_at_the_engine_are_whole_in_the_record(world, model):
     await asyncio.gather(*calls)
     tree = await run_tree(run, "g000001x00")
     assert len(tree.nodes) == 4
+    assert any(r.queued_s > 0 for r in await run.records())  # at least one was cut and went on
     for call, node in tree.nodes.items():
         assert node.finish_reason in ("stop", "length")
         ids, generated = tree.ids(call), tree.generated(call)
         expected = forward_logprobs(model[1], ids)
         np.testing.assert_allclose(generated.logprobs[1:][generated.mask[1:]], expected[generated.mask[1:]], atol=1e-4)
+
+
+async def test_prompts_up_to_the_limit_are_served_and_longer_ones_refused(world, model):
+    run, _ = world
+    await run.execution(sampling=Sampling(temperature=1.0, max_new_tokens=50))
+    renderer = load(str(model[0]))
+    words = 0
+    while len(renderer.fresh((Message("user", " a" * (words + 1)),), ())) < CONTEXT - 8:
+        words += 1
+    for extra, expected in ((0, 200), (1, 400)):
+        body = {"model": "m", "messages": [{"role": "user", "content": " a" * (words + extra)}]}
+        status, answer, _ = await run.post("/v1/chat/completions", body)
+        assert status == expected, answer
+    (record,) = await run.records()
+    assert (len(record.output_ids) // 4, record.finish_reason) in ((1, "length"), (1, "stop"))
 
 
 async def run_tree(run, execution):

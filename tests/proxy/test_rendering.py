@@ -54,6 +54,17 @@ def test_text_after_the_stop_token_is_not_kept(renderer, tokenizer):
     assert extension.keep == len(prompt) + len(output) - 2
 
 
+def test_with_thinking_a_new_user_turn_renders_anew_and_tool_results_continue(model_folder, tokenizer):
+    """Qwen3's template drops old reasoning at a user turn, so nothing can be continued there."""
+    renderer = load(str(model_folder), thinking=True)
+    prompt = renderer.fresh((Message("user", "x"),), TOOLS)
+    output = tokenizer.encode("<think>\nhm\n</think>\n\nsaid<|im_end|>", add_special_tokens=False)
+    assert renderer.extend(ids(prompt), ids(output), (Message("user", "y"),), TOOLS) is None
+    assert renderer.extend(ids(prompt), ids(output), (Message("assistant", "z"), Message("user", "y")), TOOLS) is None
+    assert renderer.extend(ids(prompt), ids(output), (Message("tool", "ok", tool_call_id="x"),), TOOLS).ids
+    assert renderer.parse(ids(output), ids(prompt), TOOLS).reasoning == "hm"
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -33,7 +33,7 @@ plans = st.builds(
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(plan=plans)
 def test_every_run_ends_with_everything_consumed_once(plan: Plan) -> None:
     world = World(plan).run()
@@ -41,7 +41,7 @@ def test_every_run_ends_with_everything_consumed_once(plan: Plan) -> None:
     world.checks.finish()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(plan=plans, cut=st.floats(0, 1))
 def test_replay_and_snapshot_give_the_same_effects(plan: Plan, cut: float) -> None:
     world = World(plan).run()

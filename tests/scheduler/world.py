@@ -31,6 +31,7 @@ from shared.config import (
 )
 from tests.scheduler.agents import CellAgent
 from tests.scheduler.checks import Checks
+from tests.scheduler.real_agents import RealAgent
 
 
 @dataclass
@@ -57,6 +58,7 @@ class Plan:
     most_deaths: int = 60  # in all: a core that dies more often than a batch takes can never commit one
     stops: int = 0
     failures: float = 0.1  # share of executions that never start, are excluded, or have no advantage
+    real_agents: bool = False  # the cell agent's own core instead of the scripted one
     max_events: int = 400_000
 
 
@@ -88,7 +90,8 @@ class World:
         self.assigned: list[str] = []
         self.micro_steps: list[str] = []
         self.claims: dict[str, tuple[int, str] | None] = {}  # micro-step -> (cell, incarnation) holding it
-        self.agents = [CellAgent(self, k) for k in range(p.cells)]
+        agent: type[CellAgent] | type[RealAgent] = RealAgent if p.real_agents else CellAgent
+        self.agents = [agent(self, k) for k in range(p.cells)]
 
     # ------------------------------------------------------------------------------------------------ machinery
 

@@ -60,6 +60,7 @@ def step(model: Any, optimizer: Any, training: TrainingConfig, executions: int, 
         return result | {"skipped": 1.0, "grad_norm": math.inf}
     with cuda_type_names():
         updated, norm, _ = optimizer.step()
+    optimizer.zero_grad()  # it made parameter.grad the gradient buffer itself; the next backward would add to it twice
     return result | {"grad_norm": float(norm or 0.0), "skipped": 0.0 if updated else 1.0}
 
 

@@ -19,7 +19,7 @@ from tests.cell_agent.trainer.reference import Reference
 
 pytestmark = pytest.mark.megatron
 
-GRADIENT = {"learning_rate": 1e4, "adam_eps": 1e4, "clip_grad": 0.0}
+GRADIENT = {"learning_rate": 1e7, "adam_eps": 1e7, "clip_grad": 0.0}
 
 
 def batch(model: Path, count: int) -> tuple[list[MicroStep], dict[str, torch.Tensor]]:

@@ -20,7 +20,7 @@ from tests.cell_agent.trainer.reference import Reference
 pytestmark = pytest.mark.megatron
 
 # With an epsilon that dwarfs the gradient, Adam's first update is lr / eps * gradient: the gradient becomes visible.
-GRADIENT = {"learning_rate": 1e4, "adam_eps": 1e4, "clip_grad": 0.0}
+GRADIENT = {"learning_rate": 1e7, "adam_eps": 1e7, "clip_grad": 0.0}
 
 
 def batch(reference: Reference, seed: int, count: int = 3) -> list[MicroStep]:
