@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import TypeVar
 
 import nats
@@ -46,6 +46,7 @@ T = TypeVar("T")
 
 MESSAGE_ID = "Nats-Msg-Id"
 DUPLICATE_WINDOW_S = 24 * 3600.0
+STREAM_EXISTS_OTHERWISE = 10058  # JetStream: the name is in use with a different configuration
 REQUEST_S = 5.0
 RETRY_FIRST_S, RETRY_MOST_S = 0.05, 1.0
 COMPLAIN_EVERY_S = 10.0
@@ -73,6 +74,18 @@ class BusClosed(RuntimeError):
 
 class EventTooLarge(ValueError):
     """The event does not fit into one message."""
+
+
+async def uncancelled(action: Awaitable[T]) -> T:
+    """Await `action`; a cancellation that arrives while it ends is not lost.
+
+    nats-py waits with asyncio.wait_for, which in Python 3.11 returns the result and forgets the cancellation then."""
+    task = asyncio.current_task()
+    before = task.cancelling() if task is not None else 0
+    result = await action
+    if task is not None and task.cancelling() > before:
+        raise asyncio.CancelledError
+    return result
 
 
 class Bus:
@@ -166,7 +179,7 @@ class Bus:
         while True:
             await self._connected.wait()
             try:
-                return await attempt()
+                return await uncancelled(attempt())
             except RETRIED as error:
                 reason = str(error) or type(error).__name__
             except nats.errors.ConnectionClosedError as error:
@@ -179,17 +192,21 @@ class Bus:
 
     # ----------------------------------------------------------------------------------------------------- stream
 
-    async def create_stream(self) -> None:
-        """Make the run's stream; fine if it is there."""
+    async def create_stream(self, *, duplicate_window_s: float = DUPLICATE_WINDOW_S) -> None:
+        """Make the run's stream; one that is there stays as it is."""
         config = api.StreamConfig(
             name=self.stream,
             subjects=[f"gyre.{self.run}.>"],
             storage=api.StorageType.FILE,
             retention=api.RetentionPolicy.LIMITS,
             discard=api.DiscardPolicy.NEW,
-            duplicate_window=DUPLICATE_WINDOW_S,
+            duplicate_window=duplicate_window_s,
         )
-        await self.until_done("create the stream", lambda: self.js.add_stream(config))
+        try:
+            await self.until_done("create the stream", lambda: self.js.add_stream(config))
+        except js_errors.BadRequestError as error:
+            if error.err_code != STREAM_EXISTS_OTHERWISE:
+                raise
 
     async def last_sequence(self) -> int:
         """Sequence of the newest message; 0 if there is none."""
@@ -233,18 +250,18 @@ class Bus:
 
     # ------------------------------------------------------------------------------------------------------- read
 
-    async def read(self, start: int = 1, *, subject: str | None = None) -> AsyncIterator[Stored]:
+    async def read(self, start: int = 1, *, subject: str | None = None) -> AsyncGenerator[Stored, None]:
         """Everything from sequence `start` on that matches `subject`, in order, without end."""
-        async with contextlib.aclosing(follow(self._source(subject), start)) as messages:  # type: ignore[type-var]
+        async with contextlib.aclosing(follow(self._source(subject), start)) as messages:
             async for delivery, message in messages:
                 yield stored(delivery.sequence, delivery.time, message.subject, message.headers, message.data)
 
-    async def read_until(self, end: int, start: int = 1, subject: str | None = None) -> AsyncIterator[Stored]:
+    async def read_until(self, end: int, start: int = 1, subject: str | None = None) -> AsyncGenerator[Stored, None]:
         """As `read`, but only sequences start..end; waits if the stream is shorter than `end` yet."""
         while await self.last_sequence() < end:
             await asyncio.sleep(RETRY_FIRST_S)
         source = self._source(subject)
-        async with contextlib.aclosing(follow(source, start, stop_when_drained=True)) as messages:  # type: ignore[type-var]
+        async with contextlib.aclosing(follow(source, start, stop_when_drained=True)) as messages:
             async for delivery, message in messages:
                 if delivery.sequence > end:
                     return

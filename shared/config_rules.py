@@ -7,6 +7,7 @@ problems, not only the first. Each is (key, value, fix).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -149,22 +150,22 @@ def _layout(config: RunConfig, shape: dict[str, Any]) -> Iterator[Found]:
     if tensor < 1 or pipeline < 1:
         return
     heads = shape.get("num_attention_heads")
-    counted = {
+    shared_out = {
         "num_attention_heads": heads,
         "num_key_value_heads": shape.get("num_key_value_heads", heads),
         "intermediate_size": shape.get("intermediate_size"),
     }
-    for name, count in counted.items():
-        if isinstance(count, int) and count % tensor:
-            yield "cells.tensor_parallel", tensor, f"does not divide the model's {name} = {count}: {_divisors(count)}"
-    layers = shape.get("num_hidden_layers")
-    if isinstance(layers, int) and layers % pipeline:
-        fix = f"does not divide the model's num_hidden_layers = {layers}: {_divisors(layers)}"
-        yield "cells.pipeline_parallel", pipeline, fix
+    yield from _divides("cells.tensor_parallel", tensor, shared_out)
+    yield from _divides("cells.pipeline_parallel", pipeline, {"num_hidden_layers": shape.get("num_hidden_layers")})
 
 
-def _divisors(count: int) -> str:
-    return "use " + " or ".join(str(n) for n in range(1, min(count, 64) + 1) if count % n == 0)
+def _divides(key: str, ranks: int, counts: dict[str, Any]) -> Iterator[Found]:
+    known = {name: count for name, count in counts.items() if isinstance(count, int)}
+    uneven = [f"{name} = {count}" for name, count in known.items() if count % ranks]
+    if uneven:
+        common = math.gcd(*known.values())
+        fits = " or ".join(str(n) for n in range(1, min(common, 64) + 1) if common % n == 0)
+        yield key, ranks, f"does not divide the model's {', '.join(uneven)}: use {fits}"
 
 
 # ---------------------------------------------------------------------------------------------------------------- tasks

@@ -11,7 +11,7 @@ import asyncio
 import json
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +132,7 @@ class Source:
     inboxes: set[Inbox]  # poked by the bus at each reconnect
 
 
-async def follow(source: Source, start: int, *, stop_when_drained: bool = False) -> AsyncIterator[tuple[Delivery, Msg]]:
+async def follow(source: Source, start: int, *, stop_when_drained: bool = False) -> AsyncGenerator[tuple[Delivery, Msg], None]:
     """Messages from stream sequence `start` on. With `stop_when_drained` it ends when no matching one is left."""
     cursor = start
     while True:
@@ -155,7 +155,7 @@ async def follow(source: Source, start: int, *, stop_when_drained: bool = False)
                 await inbox.close()
 
 
-async def _one_consumer(source: Source, inbox: Inbox, name: str) -> AsyncIterator[tuple[Delivery, Msg]]:
+async def _one_consumer(source: Source, inbox: Inbox, name: str) -> AsyncGenerator[tuple[Delivery, Msg], None]:
     """Messages of consumer `name` until something about it is wrong (then the caller makes another one)."""
     expected, open_request = 1, 0
     subject = f"$JS.API.CONSUMER.MSG.NEXT.{source.stream}.{name}"

@@ -13,6 +13,7 @@ skipped in all later replays.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import time
@@ -27,6 +28,7 @@ from shared.events import TimerFired
 from shared.player import ACTOR, CAUSE, DEAD, Caused, HandlerFailed, Player, dead_lettered
 from shared.player import replay as replay
 from shared.service import ServiceContext as ServiceContext
+from shared.service import end_tasks
 from shared.service import run_service as run_service
 from shared.service import serve_main as serve_main
 from shared.stored import Stored
@@ -70,11 +72,9 @@ async def drive(
             driver.failed.result()
     finally:
         # Cancelling between any two steps is as harmless as being killed there.
-        tasks = [main, stop, *driver.tasks]
-        for task in tasks:
-            task.cancel()
         driver.failed.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks([main, stop], again_s=1.0)
+        await end_tasks(driver.tasks)
 
 
 class _Driver:
@@ -259,7 +259,6 @@ class _Driver:
 
 
 async def _wait(event: asyncio.Event, timeout_s: float | None) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), timeout_s)
-    except TimeoutError:
-        return
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()

@@ -29,6 +29,8 @@ __all__ = ["Bubblewrap", "Ended", "Limits", "Mount", "Running", "Sandbox", "Sand
 WORKSPACE = "/app"
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 MODEL_PORT = 8080
+# Process 1 of an unsupervised sandbox. It keeps bubblewrap's user, whose death signal would not reach another one.
+WAIT_AND_RUN = """echo '{"started": 1}' >&0; read -r go || exit 125; "$@" </dev/null; exit $?"""
 MODEL_SOCKET = "model.sock"
 PYTHON = "/usr/bin/python3"
 ENTRY = Path(__file__).with_name("sandbox_entry.py")
@@ -102,8 +104,7 @@ class Bubblewrap:
                 writable = [sandbox.workspace, *(m.source for m in sandbox.mounts if m.writable)]
                 await asyncio.to_thread(_chown, writable, uid)
             running.spawn(self._command(sandbox, uid, running), sandbox.env)
-            if running.supervised:
-                await running.confirm()
+            await running.confirm()
         except OSError as error:
             running.abandon()
             raise SandboxFailed(f"the sandbox cannot start: {error}") from error
@@ -124,12 +125,15 @@ class Bubblewrap:
             command += ["--disable-userns"] if "--disable-userns" in self.options else []
         command += self._files(sandbox, uid, running)
         command += ["--chdir", WORKSPACE, "--", *_limits(self.prlimit, sandbox.limits)]
+        own_user: list[str] = []
         if self.setpriv:
-            command += [self.setpriv, f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs"]
-            command += ["--inh-caps=-all", "--bounding-set=-all", "--pdeathsig=KILL"]
+            own_user = [self.setpriv, f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs"]
+            own_user += ["--inh-caps=-all", "--bounding-set=-all"]
         if running.supervised:
             path = f"/run/model/{MODEL_SOCKET}" if sandbox.model_folder is not None else "-"
-            command += [PYTHON, "-I", "-S", "/run/sandbox_entry.py", path, str(MODEL_PORT), str(running.control_fd())]
+            command += [*own_user, PYTHON, "-I", "-S", "/run/sandbox_entry.py", path, str(MODEL_PORT)]
+        else:
+            command += ["/bin/sh", "-c", WAIT_AND_RUN, "sh", *own_user]
         return command + list(sandbox.command)
 
     def _files(self, sandbox: Sandbox, uid: int, running: Running) -> list[str]:

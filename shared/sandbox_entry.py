@@ -4,9 +4,9 @@ Owns: the harness process as its child, and every byte between harness and proxy
 the system's own `python3 -I -S`, so it uses the C modules directly: importing `socket` or `selectors` would double the
 start-up time, which is paid once per execution. It imports nothing of Gyre.
 
-    python3 -I -S sandbox_entry.py SOCKET PORT CONTROL_FD COMMAND [ARGUMENT...]
+    python3 -I -S sandbox_entry.py SOCKET PORT COMMAND [ARGUMENT...]
 
-SOCKET "-" forwards nothing. On CONTROL_FD (a stream socket) it reports one JSON line {"started": pid} or
+SOCKET "-" forwards nothing. On its standard input, a stream socket, it reports one JSON line {"started": pid} or
 {"error": text}, later {"exit": code, "signal": number}; each byte it receives there is a signal number for the
 harness's process group. End of file there means that the service is gone: everything ends.
 
@@ -207,9 +207,9 @@ def finish(control, status):
 
 
 def main(argv):
-    socket_path, port, control_fd, command = argv[0], int(argv[1]), int(argv[2]), argv[3:]
-    os.set_inheritable(control_fd, False)
-    control = _socket.socket(fileno=control_fd)
+    socket_path, port, command = argv[0], int(argv[1]), argv[2:]
+    control = _socket.socket(fileno=os.dup(0))
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     try:
         return run(socket_path, port, control, command)
     except OSError as error:

@@ -1,7 +1,9 @@
 """The processes of one sandbox, from outside: pipes, signals, the end.
 
 Owns the descriptors and the wait status of one bubblewrap process. Bubblewrap (with --as-pid-1) ends only after
-process 1 of the sandbox ended, and that only after the kernel ended every other process in it.
+process 1 of the sandbox ended, and that only after the kernel ended every other process in it. Process 1 has our control
+socket as its standard input. It reports there that it lives; from then on it dies with us: a supervisor when the socket
+closes, the shell of an unsupervised command, which waits there for a "go", by its parent's death signal.
 
 Invariant: `ended` resolves exactly once, after the last process is gone and its output has been handed over.
 """
@@ -58,18 +60,11 @@ class Running:
         self._line = b""
         self._out, out = os.pipe()
         os.set_blocking(self._out, False)
-        self._theirs = [out]  # descriptors that the sandbox inherits
-        self._control: socket.socket | None = None
-        if supervised:
-            self._control, theirs = socket.socketpair()
-            self._control.setblocking(False)
-            self._theirs.append(theirs.detach())
+        self._control, theirs = socket.socketpair()
+        self._control.setblocking(False)
+        self._theirs = [theirs.detach(), out]  # descriptors that the sandbox inherits
 
     # ------------------------------------------------------------------------------------------------------ start
-
-    def control_fd(self) -> int:
-        """The supervising process's end of the control socket."""
-        return self._theirs[1]
 
     def data_fd(self, text: str) -> int:
         """A descriptor from which bubblewrap reads `text` (short: it must fit a pipe)."""
@@ -81,20 +76,21 @@ class Running:
 
     def spawn(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         """Start bubblewrap. Raises OSError."""
-        out, *passed = self._theirs
+        control, out, *passed = self._theirs
         self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, pass_fds=passed, env=dict(env), cwd="/"
+            command, stdin=control, stdout=out, stderr=out, pass_fds=passed, env=dict(env), cwd="/"
         )
         self._close_theirs()
         self._pidfd = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._out, self._read_output)
         self._loop.add_reader(self._pidfd, self._reap)
-        if self._control is not None:
-            self._loop.add_reader(self._control, self._read_control)
+        self._loop.add_reader(self._control, self._read_control)
 
     async def confirm(self) -> None:
         """Wait until the command runs inside the sandbox. Raises SandboxFailed with the reason."""
         if await self._confirmed:
+            if not self.supervised:
+                self._send(b"go\n")
             return
         await self.kill()
         reason = self._report.get("error") or self._tail.decode("utf-8", "replace").strip() or "no reason given"
@@ -122,9 +118,13 @@ class Running:
 
     def send(self, number: signal.Signals) -> None:
         """Signal the command's process group."""
-        if self._control is not None and not self._ended.done():
+        if self.supervised:
+            self._send(bytes([number]))
+
+    def _send(self, data: bytes) -> None:
+        if not self._ended.done():
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has just ended
-                self._control.send(bytes([number]))
+                self._control.send(data)
 
     async def kill(self) -> Ended:
         """End everything at once; returns when nothing is left."""
@@ -164,7 +164,6 @@ class Running:
         return True
 
     def _read_control(self) -> None:
-        assert self._control is not None
         try:
             data = self._control.recv(4096)
         except BlockingIOError:
@@ -186,8 +185,7 @@ class Running:
             return
         code = os.waitstatus_to_exitcode(status)
         self._process.returncode = code
-        if self._control is not None:
-            self._read_control()
+        self._read_control()
         while self._read_output():
             pass
         self._close_ours()
@@ -214,6 +212,5 @@ class Running:
             if fd >= 0:
                 self._loop.remove_reader(fd)
                 os.close(fd)
-        if self._control is not None:
-            self._loop.remove_reader(self._control)
-            self._control.close()
+        self._loop.remove_reader(self._control)
+        self._control.close()

@@ -7,13 +7,15 @@ code 0 exactly if `serve` returned after (or without) a stop request.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from shared import ids
 from shared.blobs import BlobStore
@@ -63,10 +65,12 @@ async def open_context(
     """Connect and wait for RunStarted."""
     bus = await Bus.connect(nats_url, run, service)
     started = None
-    async for message in bus.read(1):
-        started = message.event
-        break
+    async with contextlib.aclosing(bus.read(1)) as messages:
+        async for message in messages:
+            started = message.event
+            break
     if not isinstance(started, RunStarted):
+        await bus.close()
         found = type(started).__name__
         raise NotARun(f"the first event of {bus.stream} is {found}, not RunStarted: start the run with gyre up")
     config = from_plain(started.config)
@@ -121,23 +125,28 @@ async def _serve(
     ready = asyncio.Event()
     work = asyncio.create_task(whole(), name=service)
     await _first(work, stop)
-    if not work.done():
-        if not ready.is_set():  # still waiting for the server or the run: nothing to end in order
-            work.cancel()
-        else:
-            log.info("stopping")
-            await _first(work, now, STOP_LIMIT_S)
+    if not work.done() and ready.is_set():  # else it still waits for the server or the run: nothing to end in order
+        log.info("stopping")
+        await _first(work, now, STOP_LIMIT_S)
         if not work.done():
             log.warning("not ended in time, cancelling")
-            work.cancel()
-    try:
-        await work
-    except asyncio.CancelledError:
-        return 0 if not ready.is_set() else 1
-    except Exception:  # the edge of the process: logged whole, and told in the exit code
-        log.exception("%s failed", service)
+    await end_tasks([work], again_s=STOP_LIMIT_S)
+    if work.cancelled():
+        return 1 if ready.is_set() else 0
+    if work.exception() is not None:
+        log.error("%s failed", service, exc_info=work.exception())
         return 1
     return 0
+
+
+async def end_tasks(tasks: Iterable[asyncio.Task[Any]], again_s: float | None = None) -> None:
+    """Cancel and wait until all have ended; every `again_s` once more, since asyncio.wait_for of Python 3.11 can lose a
+    cancellation (None: only once, for tasks that clean up at length)."""
+    left = {task for task in tasks if not task.done()}
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=again_s)
 
 
 async def _first(work: asyncio.Task[None], event: asyncio.Event, timeout_s: float | None = None) -> None:

@@ -15,7 +15,7 @@ from shared.nats_server import start_server
 def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a real nats-server with JetStream, on a free port; its store is a temporary folder."""
     store: Path = tmp_path_factory.mktemp("nats")
-    server = start_server(store, with_parent=False)
+    server = start_server(store)
     yield server.url
     server.kill()
 

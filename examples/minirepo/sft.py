@@ -105,8 +105,8 @@ def pad(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
 class Recipe:
     """How to train. `phases` are (share of the time, data set); the rate falls over the last 40 % of the time.
 
-    `seconds` are CPU seconds of one process, so that a busy machine takes longer but trains no less; `tokens` bounds one
-    process's batch, openings not counted.
+    `seconds` are CPU seconds of one process, so that a busy machine takes longer but trains no less. `tokens` bounds
+    one process's batch, openings not counted.
     """
 
     seconds: float

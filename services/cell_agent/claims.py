@@ -25,6 +25,7 @@ ACK_WAIT_S = 10.0  # what a killed cell had claimed is claimed by others after t
 MOST_CLAIMED = 100_000  # of one batch, by all cells together
 TAKE_S = 0.5
 TAKE_SEALED_S = 0.2
+GIVE_BACK_S = 2.0
 LOOK_AGAIN_S = 2.0  # when to look again at what another cell trains
 
 Call = Callable[[protocol.Command], Awaitable[protocol.Reply]]
@@ -202,12 +203,18 @@ class Claims:
         )  # what fails there is told by its watcher
 
     async def drop(self) -> None:
-        """Stop the heartbeats and report nothing more; the server gives the claims to others when they run out."""
+        """The cell is over: report nothing more, wait for no trainer, give the claims back if the server is there (else
+        it gives them to others when they run out)."""
         self._void = True
         await self._end_loop()
         for task in self._training.values():
             task.cancel()
         await asyncio.gather(*self._training.values(), return_exceptions=True)
+        try:
+            async with asyncio.timeout(GIVE_BACK_S):
+                await asyncio.gather(*(held.item.nak() for held in self._held.values()))
+        except TimeoutError:
+            log.warning("%d claims of batch %d run out by themselves", len(self._held), self.batch)
         for name in list(self._held):
             await self._let_go(name)
 

@@ -61,6 +61,7 @@ class Life:
         self._claims: Claims | None = None
         self._draining: asyncio.Task[Any] | None = None
         self._reducing = False
+        self._worth_waiting = False  # a commit or an export is under way
         self._void: set[tuple[int, int]] = set()
 
     # ------------------------------------------------------------------------------------------------- commands
@@ -237,9 +238,11 @@ class Life:
             )
 
     async def _export(self, command: do.Export) -> None:
+        self._worth_waiting = True
         folder = self.ctx.run_dir / "policy"
         await self.workers.export(folder, self.config.model.path)
         await self._publish(ev.PolicyExported(version=command.version, path=str(folder)))
+        self._worth_waiting = False
 
     # --------------------------------------------------------------------------------------- leaving rollout
 
@@ -336,8 +339,10 @@ class Life:
 
     async def _commit(self, command: do.Commit) -> None:
         started = time.monotonic()
+        self._worth_waiting = True
         metrics = await self._reduce(command)
         if not metrics:
+            self._worth_waiting = False
             return
         metrics |= await self.workers.step(command.executions, command.version)
         folder = checkpoint_path(self.ctx.run_dir, command.version)
@@ -355,18 +360,17 @@ class Life:
                 metrics=metrics,
             )
         )
+        self._worth_waiting = False
         training = self.config.training
         prune(self.ctx.run_dir, newest=command.version, keep=training.keep_checkpoints, every=training.checkpoint_every)
 
     # ------------------------------------------------------------------------------------------------------ end
 
     async def halt(self, grace_s: float) -> None:
-        """Carry out nothing more. A command that is being carried out gets `grace_s` to finish."""
-        try:
-            async with asyncio.timeout(grace_s), self._hand:
-                pass
-        except TimeoutError:
-            log.warning("cell %d: ends in the middle of a command", self.cell)
+        """Carry out nothing more. A commit or an export that is under way gets `grace_s` to finish."""
+        deadline = time.monotonic() + grace_s
+        while self._worth_waiting and not self.ended.done() and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
         claims, tasks = self._claims, list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -2,8 +2,8 @@
 
 The workspace is unpacked into a fresh folder; the tests are the task folder's own, mounted read-only at /tests only
 now; there is no network and no model API. The reward is read after the last process in the sandbox is gone, so nothing
-that the workspace left running can still write it. Process 1 of the sandbox is the test script itself: code under test
-cannot kill it, because signals from inside do not reach process 1.
+that the workspace left running can still write it. A test script that a signal ended (other than by our time limit) has
+not said its last word: whatever reward it left is not taken.
 
 What this cannot prevent: code under test runs as the same user as the script that calls it. Tests should write the
 reward as the last thing they do, import nothing by a name that /app could shadow (/tests comes first when the script
@@ -64,6 +64,8 @@ async def score(
             ended = await running.wait(examination.timeout_s)
         finally:
             await running.kill()
+        if ended.signal and not ended.stopped:
+            return Unresolved(f"signal {ended.signal} ended the test script")
         outcome = read_reward(*await in_thread(_rewards, folder / "logs"))
     except (SandboxFailed, BlobMissing, BlobCorrupt, workspaces.ArchiveRefused, OSError) as error:
         return Unresolved(f"{type(error).__name__}: {error}")

@@ -243,7 +243,7 @@ class Calls:
             self._warned.add(execution.harness)
             log.warning(
                 "a call of %s fits no rule of the profile for harness %r and is recorded as %s: describe it in a "
-                "profile (docs/harnesses.md). First user text: %.200r",
+                "profile (services/proxy/harness_profiles). First user text: %.200r",
                 execution.execution,
                 execution.harness,
                 verdict.call_class,

@@ -86,7 +86,7 @@ async def test_a_reward_in_json_counts_too(finished: Finished, tmp_path: Path) -
         "echo nan > /logs/verifier/reward.txt\n",
         "ln -s /etc/hostname /logs/verifier/reward.txt\n",
         "mkfifo /logs/verifier/reward.txt\n",
-        "kill -9 $$; exit 1\n",
+        "echo 1 > /logs/verifier/reward.txt; kill -9 $$\n",
     ],
 )
 async def test_without_a_valid_reward_it_is_tried_again_then_excluded(
@@ -182,7 +182,7 @@ async def test_files_of_the_workspace_do_not_replace_tests(finished: Finished, t
 async def test_tests_have_neither_network_nor_model_api(finished: Finished, tmp_path: Path) -> None:
     test_sh = (
         "[ ! -e /run/model.sock ] && [ ! -e /run/model ] && [ \"$(ls /sys/class/net 2>/dev/null)\" = '' ] &&"
-        " [ \"$(grep -c : /proc/net/dev)\" = 1 ] && echo 1 > /logs/verifier/reward.txt\n"
+        ' [ "$(grep -c : /proc/net/dev)" = 1 ] && echo 1 > /logs/verifier/reward.txt\n'
     )
     assessed = await assess(finished, tmp_path, {}, test_sh)
     assert assessed.status == "scored"

@@ -107,9 +107,7 @@ async def test_a_proxy_that_comes_back_is_reached_by_a_running_execution(
 )
 async def test_mini_swe_agent_works_on_a_task(nats_url: str, fresh_run: str, tmp_path: Path) -> None:
     replies = [call("echo hello > hello.txt"), call("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")]
-    harness = HarnessConfig(
-        name="mini-swe-agent", extra_args=("-c", "{file:examples/minirepo/mini-swe-agent.yaml}")
-    )
+    harness = HarnessConfig(name="mini-swe-agent", extra_args=("-c", "{file:examples/minirepo/mini-swe-agent.yaml}"))
     model, _, finished, assessed = await trained(nats_url, fresh_run, tmp_path, harness, replies)
     log = (tmp_path / "run" / "logs" / "executions" / "g1x00.log").read_text()
     assert finished.ending == "completed", log

@@ -17,7 +17,7 @@ from shared.codec import unpack_floats, unpack_ids
 from shared.events import Sampling
 from tests.proxy.support import World, make_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 CONTEXT = 2048
 USER = {"role": "user", "content": "write the file"}
 
@@ -28,8 +28,8 @@ def model(tmp_path_factory):
     return folder, make_model(folder, context=CONTEXT)
 
 
-@pytest_asyncio.fixture
-async def world(nats_url, fresh_run, tmp_path, model):
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(model, tmp_path_factory):
     folder, _ = model
     spec = EngineSpec(
         cell=0,
@@ -43,14 +43,20 @@ async def world(nats_url, fresh_run, tmp_path, model):
         device="cpu",
         seed=1,
     )
-    engine = await Engine.start(spec, tmp_path / "engine.log")
+    engine = await Engine.start(spec, tmp_path_factory.mktemp("engine") / "engine.log")
+    yield engine
+    await engine.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def world(nats_url, fresh_run, tmp_path, model, engine):
+    folder, _ = model
     run = World(nats_url, fresh_run, tmp_path, folder, CONTEXT)
     await run.begin()
     await run.cell(0, engine.url, version=0)
     await run.start_proxy()
     yield run, engine.url
     await run.end()
-    await engine.stop()
 
 
 def forward_logprobs(model, ids):
@@ -128,9 +134,9 @@ async def test_prompts_up_to_the_limit_are_served_and_longer_ones_refused(world,
     run, _ = world
     await run.execution(sampling=Sampling(temperature=1.0, max_new_tokens=50))
     renderer = load(str(model[0]))
-    words = 0
-    while len(renderer.fresh((Message("user", " a" * (words + 1)),), ())) < CONTEXT - 8:
-        words += 1
+    short = len(renderer.fresh((Message("user", " a" * 1000),), ()))
+    words = 1000 + CONTEXT - 8 - 1 - short
+    assert len(renderer.fresh((Message("user", " a" * words),), ())) == CONTEXT - 8 - 1
     for extra, expected in ((0, 200), (1, 400)):
         body = {"model": "m", "messages": [{"role": "user", "content": " a" * (words + extra)}]}
         status, answer, _ = await run.post("/v1/chat/completions", body)

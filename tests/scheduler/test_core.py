@@ -113,7 +113,9 @@ def test_lost_core_reopens_the_batch_when_it_is_back() -> None:
     assert h.names() == ["cell_role_ordered", "batch_opened"]
     assert h.all(ev.BatchOpened)[-1].attempt == 2
     h.trained(1, "g000001-0", attempt=1)  # of the attempt before
-    h.joined(0, 1, 2).joined(1, 1, 2).trained(1, "g000000-0", attempt=2).trained(1, "g000001-0", attempt=2)
+    h.joined(0, 1, 2).joined(1, 1, 2).trained(1, "g000000-0", attempt=2)
+    assert len(h.all(ev.BatchReduceOrdered)) == 1
+    h.trained(1, "g000001-0", attempt=2)
     assert h.all(ev.BatchReduceOrdered)[-1].cells == (0, 1)
     assert h.all(ev.BatchReduceOrdered)[-1].attempt == 2
 
@@ -123,6 +125,52 @@ def test_commit_that_overtakes_the_cores_death_counts() -> None:
     assert h.core.state.version == 1
     h.up(0, version=1).role(0, "training")
     assert [(e.batch, e.attempt) for e in h.all(ev.BatchOpened)] == [(1, 1), (2, 1)]
+
+
+def test_core_that_saved_a_step_but_did_not_tell_yet_is_waited_for() -> None:
+    h = in_training().trained(0, "g000000-0").trained(1, "g000001-0").died(0).up(0, version=1)
+    assert [e.attempt for e in h.all(ev.BatchOpened)] == [1]
+    h.committed(1).role(0, "training")
+    assert [(e.batch, e.attempt) for e in h.all(ev.BatchOpened)] == [(1, 1), (2, 1)]
+
+
+def test_lost_work_is_supply_again() -> None:
+    h = in_training()
+    assert sorted(h.core.state.batch.untrained) == ["g000000", "g000001"]
+    h.trained(1, "g000001-0")
+    assert sorted(h.core.state.batch.untrained) == ["g000000"]
+    h.died(1)
+    assert sorted(h.core.state.batch.untrained) == ["g000000", "g000001"]
+
+
+def test_reports_of_an_earlier_order_do_not_make_a_cell_serve() -> None:
+    h = in_training().trained(0, "g000000-0").trained(1, "g000001-0").committed(1)
+    h.assign(2, 2, 0).assign(3, 2, 0).seal(2, [2, 3], []).joined(0, 2).committed(2).refitted(1, 2)
+    cell = h.core.state.cells[1]
+    late = ev.CellRoleChanged(
+        cell=1,
+        incarnation=h.life(1),
+        order=cell.order - 1,
+        role="rollout",
+        previous="draining",
+        seconds=0,
+        version=0,
+    )
+    assert not h.give(late).core.state.cells[1].serving
+    assert h.role(1, "rollout", "returning").core.state.cells[1].serving
+
+
+def test_next_batch_waits_for_refits_that_read_a_snapshot_about_to_go() -> None:
+    plan = Plan(cells=2, capacity=40, mode="async", mu=2, phi=1.0, groups=2, executions=2, steps=8, evaluate=0)
+    h = Hand(plan).all_up().role(0, "training")
+    for batch in (1, 2, 3):
+        numbers = [2 * batch - 2, 2 * batch - 1]
+        h.joined(0, batch).group_done(numbers[0]).group_done(numbers[1])
+        h.assign(numbers[0], batch, 0).assign(numbers[1], batch, 0).seal(batch, numbers, []).committed(batch)
+    assert h.core.state.published == 2  # cell 1 still reads it; batch 4 would publish 4, which ends 2
+    assert h.all(ev.BatchOpened)[-1].batch == 3
+    h.refitted(1, 2)
+    assert h.all(ev.BatchOpened)[-1].batch == 4
 
 
 def test_member_lost_during_the_reduction_restarts_the_attempt() -> None:

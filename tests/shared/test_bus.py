@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from shared import ids
 from shared.bus import Bus, BusClosed, BusRefused, EventTooLarge, WorkQueueGone
 from shared.events import DeadLetter, StopRequested
-from shared.nats_server import NatsServer, NatsServerFailed, start_server
+from shared.nats_server import NatsServer, NatsServerFailed, find_server, start_server
 from tests.shared.support import history
 
 
@@ -32,7 +34,7 @@ async def test_what_is_published_is_read_in_order_with_sequence_time_and_headers
     assert [m.event for m in seen] == [note(i) for i in range(600)]
     assert [m.sequence for m in seen] == list(range(1, 601))
     assert [m.headers["X-Number"] for m in seen] == [str(i) for i in range(600)]
-    assert all(a.time <= b.time for a, b in zip(seen, seen[1:], strict=False))
+    assert all(a.time <= b.time for a, b in itertools.pairwise(seen))
     assert seen[0].subject == f"gyre.{fresh_run}.control.run.stop_requested"
     await bus.close()
 
@@ -99,7 +101,7 @@ async def test_wrong_credentials_are_refused_at_once(tmp_path: Path) -> None:
     server = start_server(tmp_path, with_parent=False)
     server.stop()
     with (tmp_path / "nats.conf").open("a") as conf:
-        conf.write('\nauthorization { user: gyre, password: secret }\n')
+        conf.write("\nauthorization { user: gyre, password: secret }\n")
     guarded = NatsServerWithConfiguration(tmp_path, server)
     try:
         with pytest.raises(BusRefused, match="credentials"):
@@ -115,10 +117,6 @@ class NatsServerWithConfiguration:
     """A server with the configuration file that lies in its store already, on the port that `before` had."""
 
     def __init__(self, store: Path, before: NatsServer) -> None:
-        import subprocess
-
-        from shared.nats_server import find_server
-
         conf = store / "nats.conf"
         conf.write_text(conf.read_text().replace(":-1", f":{before.port}"))
         self.process = subprocess.Popen([str(find_server()), "-c", str(conf)], stderr=subprocess.DEVNULL)
@@ -158,7 +156,7 @@ async def test_each_item_has_one_taker_and_takers_share(nats_url: str, fresh_run
     for i in range(60):
         await bus.publish(note(i))
     taken = await asyncio.gather(*working)
-    assert sorted(sum(taken, [])) == list(range(1, 61))
+    assert sorted(itertools.chain(*taken)) == list(range(1, 61))
     await bus.close()
 
 

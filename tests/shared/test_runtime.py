@@ -318,7 +318,9 @@ async def test_an_event_that_nobody_could_publish_counts_as_failed(
             await control.publish(input_event(number))
         await until(lambda: _orders(control, 2))
     letters = [m.event for m in await history(control) if isinstance(m.event, DeadLetter)]
-    assert ["wrong type" in letters[0].reason, "no Publish" in letters[1].reason, "id" in letters[2].reason] == [True] * 3
+    assert ["wrong type" in letters[0].reason, "no Publish" in letters[1].reason, "id" in letters[2].reason] == [
+        True
+    ] * 3
     assert len(letters) == 3
     await control.close()
 
@@ -396,6 +398,24 @@ async def test_a_process_killed_between_any_two_steps_neither_loses_nor_doubles_
     assert sum(isinstance(m.event, TimerFired) for m in messages) == number // 3
     assert differences(messages, replay(messages, CountingCore(), "scheduler"), "scheduler") == []
     assert (tmp_path / "snapshots" / "scheduler.snapshot").exists() == bool(snapshot_every)
+    await control.close()
+
+
+async def test_a_restart_long_after_the_duplicate_window_doubles_nothing(
+    nats_url: str, fresh_run: str, tmp_path: Path
+) -> None:
+    control = await Bus.connect(nats_url, fresh_run, "control")
+    await control.create_stream(duplicate_window_s=0.1)
+    await new_run(nats_url, fresh_run, tmp_path)
+    for number in range(1, 7):
+        await control.publish(input_event(number))
+    for _ in range(3):
+        async with running(await context(nats_url, fresh_run), CountingCore()):
+            await until(settled(control, 6))
+        await asyncio.sleep(0.2)
+    messages = await history(control)
+    assert orders_in(messages) == expected_orders(6)
+    assert bursts_in(messages) == [3, 6]
     await control.close()
 
 

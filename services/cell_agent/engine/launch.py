@@ -95,10 +95,15 @@ def prepare_cpu(model_path: str) -> object:
     os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(other_model_modules(model_path)))
     library = declare_torchvision_operators()
     import sglang.srt.entrypoints.engine as engine
+    import sglang.srt.entrypoints.http_server as http_server
 
     def no_detokenizer(cls: Any, /, **_: Any) -> tuple[list[Any], list[str]]:
         return [], []  # without a tokenizer the scheduler answers the HTTP process directly
 
+    def nothing_to_freeze(server_args: object) -> None:
+        """SGLang would post to a server that does not listen yet, and log that it failed; see _Forked.start."""
+
+    http_server._freeze_gc_after_server_warmup = nothing_to_freeze
     engine.mp = _ForkingMultiprocessing
     engine.Engine._launch_detokenizer_subprocesses = classmethod(no_detokenizer)
     return library

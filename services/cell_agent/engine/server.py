@@ -254,7 +254,7 @@ def sweep(notes: Path) -> None:
 def shared_memory_of(group: int) -> list[Path]:
     """Files under /dev/shm that the processes of `group` hold open (SGLang never unlinks its load reports)."""
     found: set[Path] = set()
-    for pid in _members(group):
+    for pid in members_of(group):
         with contextlib.suppress(OSError):
             for handle in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
@@ -264,7 +264,7 @@ def shared_memory_of(group: int) -> list[Path]:
     return sorted(found)
 
 
-def _members(group: int) -> list[int]:
+def members_of(group: int) -> list[int]:
     members = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -276,7 +276,7 @@ def _members(group: int) -> list[int]:
 
 
 async def _until_group_gone(group: int) -> None:
-    while _members(group):
+    while members_of(group):
         await asyncio.sleep(0.02)
 
 

@@ -46,14 +46,18 @@ def refit(engine_url: str, snapshot: Snapshot, on_cpu: bool) -> dict[str, float]
     """Load `snapshot` into the engine as weight version str(version). Returns push_s and verify_s. Raises RefitError."""
     started = time.perf_counter()
     tensor_ranks = int(_call(engine_url, "GET", "/server_info", None).get("tp_size") or 1)
-    _call(engine_url, "POST", "/pause_generation", {"mode": "retract"})
-    _open_session(engine_url)
     weights = {name: tensor.clone() for name, tensor in snapshot.views().items()}
     body = {
         "serialized_named_tensors": [serialize(list(weights.items())) for _ in range(tensor_ranks)],
         "flush_cache": True,
         "weight_version": str(snapshot.version),
     }
+    _call(engine_url, "POST", "/pause_generation", {"mode": "retract"})
+    try:
+        _open_session(engine_url)
+    except RefitError:
+        _call(engine_url, "POST", "/continue_generation", {})  # nothing has changed yet
+        raise
     _call(engine_url, "POST", "/update_weights_from_tensor", body)
     _call(engine_url, "POST", "/end_weight_update", {})
     pushed = time.perf_counter()
@@ -122,7 +126,7 @@ def checksum(tensor: Tensor) -> str:
 
 def _open_session(engine_url: str) -> None:
     """A session that an updater left open when it died is closed first."""
-    status, answer = _request(engine_url, "POST", "/begin_weight_update", {})
+    status, _ = _request(engine_url, "POST", "/begin_weight_update", {})
     if status == 200:
         return
     _call(engine_url, "POST", "/end_weight_update", {})

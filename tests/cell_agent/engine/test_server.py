@@ -18,8 +18,8 @@ from services.cell_agent.engine.server import (
     Engine,
     EngineFailed,
     EngineSpec,
-    _members,
     free_ports,
+    members_of,
     resolve_device,
     server_arguments,
     shared_memory_of,
@@ -129,7 +129,7 @@ async def test_one_engine_from_start_to_the_last_trace(model, tmp_path):
         left = shared_memory_of(group)
     finally:
         await engine.stop()
-    assert _members(group) == []
+    assert members_of(group) == []
     assert not any(path.exists() for path in left)
     assert not engine._scratch.exists()
     assert not engine._notes.exists()
@@ -209,13 +209,13 @@ def test_an_engine_dies_with_its_agent(model, tmp_path):
     )
     assert agent.stdout is not None
     group = int(agent.stdout.readline())
-    assert len(_members(group)) >= 2
+    assert len(members_of(group)) >= 2
     os.kill(agent.pid, signal.SIGKILL)
     agent.wait()
     deadline = time.monotonic() + 5.0
-    while _members(group) and time.monotonic() < deadline:
+    while members_of(group) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert _members(group) == []
+    assert members_of(group) == []
     notes = tmp_path / ".engine-0.json"
     left = json.loads(notes.read_text())
     assert Path(left["scratch"]).exists()
