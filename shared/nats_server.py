@@ -25,6 +25,7 @@ START_LIMIT_S = 15.0
 LOG_TAIL = 2000
 
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # opened here: between fork and exec nothing may be loaded
 
 
 class NatsServerMissing(RuntimeError):
@@ -52,7 +53,7 @@ def find_server() -> Path:
 def die_with_parent() -> None:
     """Ask Linux to kill this process when the thread that started it ends. For the child, between fork and exec."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,9 @@ class Source:
     inboxes: set[Inbox]  # poked by the bus at each reconnect
 
 
-async def follow(source: Source, start: int, *, stop_when_drained: bool = False) -> AsyncGenerator[tuple[Delivery, Msg], None]:
+async def follow(
+    source: Source, start: int, *, stop_when_drained: bool = False
+) -> AsyncGenerator[tuple[Delivery, Msg], None]:
     """Messages from stream sequence `start` on. With `stop_when_drained` it ends when no matching one is left."""
     cursor = start
     while True:

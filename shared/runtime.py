@@ -37,6 +37,11 @@ log = logging.getLogger("gyre.runtime")
 
 Step = Callable[[str, Stored | None], None]
 DIGEST = 32
+LONGEST_SLEEP_S = 3600.0
+
+
+class NobodyPerforms(RuntimeError):
+    """The core gave a Do, and the service passed no `perform`."""
 
 
 def _no_step(_name: str, _message: Stored | None) -> None:
@@ -97,6 +102,7 @@ class _Driver:
         self.live = False
         self.unpublished: dict[str, Caused] = {}
         self._timers_changed = asyncio.Event()
+        self._rewinding = False
 
     async def run(self, on_live: Callable[[], Awaitable[None]] | None) -> None:
         end = await self.bus.last_sequence()
@@ -172,9 +178,11 @@ class _Driver:
 
     async def _rewind(self, message: Stored) -> None:
         """The state as it was before `message`: everything since the base again, its effects being known."""
+        self._rewinding = True  # the timers on the way are none
         base = self.player.rewind(message.sequence)
         async for earlier in self.bus.read_until(message.sequence, start=base + 1):
             self.player.apply(earlier)
+        self._rewinding = False
 
     async def _carry_out(self, effects: list[Caused], message: Stored) -> None:
         for caused in effects:
@@ -182,7 +190,9 @@ class _Driver:
                 self.step(f"before publish {caused.cause.split('.')[1]}", message)
                 await self._publish(caused)
                 self.step(f"after publish {caused.cause.split('.')[1]}", message)
-            elif isinstance(caused.effect, Do) and self.perform is not None:
+            elif isinstance(caused.effect, Do):
+                if self.perform is None:
+                    raise NobodyPerforms(f"{self.ctx.actor} wants {caused.effect.command!r}: pass `perform` to drive")
                 self._start(self.perform(caused.effect.command))
         self.step("done", message)
 
@@ -213,16 +223,17 @@ class _Driver:
         fired: set[str] = set()
         while True:
             self._timers_changed.clear()
-            waiting = {key: timer for key, timer in self.player.timers.items() if timer.cause not in fired}
+            timers = {} if self._rewinding else self.player.timers
+            waiting = {key: timer for key, timer in timers.items() if timer.cause not in fired}
             now = time.time()
             for key, timer in waiting.items():
                 if timer.at <= now:
                     fired.add(timer.cause)
                     await self._fire(key, timer.cause)
-            fired &= {timer.cause for timer in self.player.timers.values()}
+            if not self._rewinding:
+                fired &= {timer.cause for timer in self.player.timers.values()}
             ahead = [timer.at for timer in waiting.values() if timer.at > now]
-            timeout = min(ahead) - time.time() if ahead else None
-            await _wait(self._timers_changed, timeout)
+            await _wait(self._timers_changed, min([at - time.time() for at in ahead] + [LONGEST_SLEEP_S]))
 
     async def _fire(self, key: str, cause: str) -> None:
         await self.bus.publish(
@@ -258,7 +269,7 @@ class _Driver:
             self.player.rewind(0)
 
 
-async def _wait(event: asyncio.Event, timeout_s: float | None) -> None:
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await event.wait()

@@ -1,9 +1,9 @@
 """The processes of one sandbox, from outside: pipes, signals, the end.
 
 Owns the descriptors and the wait status of one bubblewrap process. Bubblewrap (with --as-pid-1) ends only after
-process 1 of the sandbox ended, and that only after the kernel ended every other process in it. Process 1 has our control
-socket as its standard input. It reports there that it lives; from then on it dies with us: a supervisor when the socket
-closes, the shell of an unsupervised command, which waits there for a "go", by its parent's death signal.
+process 1 of the sandbox ended, and that only after the kernel ended every other process in it. Process 1 has our
+control socket as its standard input. It reports there that it lives; from then on it dies with us: a supervisor when
+the socket closes, the shell of an unsupervised command, which waits there for a "go", by its parent's death signal.
 
 Invariant: `ended` resolves exactly once, after the last process is gone and its output has been handed over.
 """

@@ -119,8 +119,8 @@ async def _serve(
         try:
             await serve(ctx)
         finally:
-            ctx.telemetry.shutdown()
             await ctx.bus.close()
+            await asyncio.to_thread(ctx.telemetry.shutdown)
 
     ready = asyncio.Event()
     work = asyncio.create_task(whole(), name=service)

@@ -30,6 +30,7 @@ log = logging.getLogger("gyre.telemetry")
 
 _propagator = TraceContextTextMapPropagator()
 PORTS_TRIED = 64
+EXPORT_LIMIT_S = 2.0
 Attribute = str | int | float | bool
 
 
@@ -81,7 +82,9 @@ class Telemetry:
         """Exporters as configured. The process serves /metrics on the first free port from prometheus_port on."""
         exporter: SpanExporter
         if config.otlp_endpoint:
-            exporter = OTLPSpanExporter(endpoint=config.otlp_endpoint.rstrip("/") + "/v1/traces")
+            exporter = OTLPSpanExporter(
+                endpoint=config.otlp_endpoint.rstrip("/") + "/v1/traces", timeout=EXPORT_LIMIT_S
+            )
         else:
             run_dir.mkdir(parents=True, exist_ok=True)
             exporter = JsonFileExporter(run_dir / f"traces-{actor}.jsonl")
@@ -145,6 +148,6 @@ class Telemetry:
         return metric
 
     def shutdown(self) -> None:
-        """Export what is left."""
+        """Export what is left; blocks for EXPORT_LIMIT_S or so if the receiver is away."""
         if self._provider is not None:
             self._provider.shutdown()

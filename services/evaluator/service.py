@@ -30,6 +30,7 @@ log = logging.getLogger("gyre.evaluator")
 QUEUE = "evaluator"
 WORK = "score-"  # + process id + execution: names of workspaces under <run dir>/work
 TAKE_S = 20.0
+ACK_WAIT_S = 30.0  # a killed process's items go to the next one after this long
 BACKOFF_S = 0.5
 MAX_IN_FLIGHT = 10_000
 GIVE_UP_AFTER = 5  # deliveries that ended in an unexpected error
@@ -37,14 +38,16 @@ GIVE_UP_AFTER = 5  # deliveries that ended in an unexpected error
 
 async def serve(ctx: ServiceContext) -> None:
     """Run until ctx.stop. Raises SandboxMissing."""
-    tools = await sandbox.find(ctx.run_dir / "work" / "sandbox-evaluator")
+    scratch = ctx.run_dir / "work" / f"sandbox-{ctx.actor}-{os.getpid()}"
     await in_thread(_remove_leftovers, ctx.run_dir / "work")
-    evaluator = Evaluator(ctx, tools)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(
-            drive(ctx, evaluator.ledger, on_live=evaluator.stream.go_live, observe=evaluator.stream.observe)
-        )
-        group.create_task(evaluator.work())
+    try:
+        evaluator = Evaluator(ctx, await sandbox.find(scratch))
+        stream = evaluator.stream
+        async with asyncio.TaskGroup() as group:
+            group.create_task(drive(ctx, evaluator.ledger, on_live=stream.go_live, observe=stream.observe))
+            group.create_task(evaluator.work())
+    finally:
+        workspaces.remove(scratch)
 
 
 class Evaluator:
@@ -68,7 +71,7 @@ class Evaluator:
     async def _work(self) -> None:
         await self.stream.until(lambda: self.stream.live)
         finished = ids.subject_filter(self.ctx.run, service="harness", event="execution_finished")
-        queue = await self.ctx.bus.work_queue(QUEUE, finished, max_in_flight=MAX_IN_FLIGHT)
+        queue = await self.ctx.bus.work_queue(QUEUE, finished, ack_wait_s=ACK_WAIT_S, max_in_flight=MAX_IN_FLIGHT)
 
         async def worker() -> None:
             while not self.ctx.stop.is_set():

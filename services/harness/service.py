@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 from pathlib import Path
 
 from services.harness import execution as one
@@ -17,6 +18,7 @@ from services.harness.attempts import Ledger
 from services.harness.model_link import ModelLink
 from services.harness.profiles import Profile, profile
 from shared import ids, sandbox
+from shared import workspace as workspaces
 from shared.bus import WorkItem
 from shared.cancelling import end_all
 from shared.events import ExecutionFinished, ExecutionPlaced, ExecutionStarted, ProxyReady
@@ -29,6 +31,7 @@ log = logging.getLogger("gyre.harness")
 
 QUEUE = "harness"
 TAKE_S = 20.0
+ACK_WAIT_S = 30.0  # a killed process's items go to the next one after this long
 MAX_IN_FLIGHT = 10_000  # beyond any pool's capacity: the scheduler limits, not the queue
 GIVE_UP_AFTER = 5  # deliveries that ended in an unexpected error
 
@@ -36,11 +39,14 @@ GIVE_UP_AFTER = 5  # deliveries that ended in an unexpected error
 async def serve(ctx: ServiceContext) -> None:
     """Run until ctx.stop. Raises SandboxMissing or HarnessMissing if this machine cannot start the run's harness."""
     known = profile(ctx.config.harness)
-    tools = await sandbox.find(ctx.run_dir / "work" / "sandbox-harness")
-    service = HarnessService(ctx, tools, known)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(drive(ctx, service.ledger, on_live=service.stream.go_live, observe=service.observe))
-        group.create_task(service.work())
+    scratch = ctx.run_dir / "work" / f"sandbox-{ctx.actor}-{os.getpid()}"
+    try:
+        service = HarnessService(ctx, await sandbox.find(scratch), known)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(drive(ctx, service.ledger, on_live=service.stream.go_live, observe=service.observe))
+            group.create_task(service.work())
+    finally:
+        workspaces.remove(scratch)
 
 
 class HarnessService:
@@ -97,7 +103,7 @@ class HarnessService:
     async def _take_all(self) -> None:
         await self.stream.until(lambda: self.stream.live)
         placed = ids.subject_filter(self.ctx.run, service="scheduler", event="execution_placed")
-        queue = await self.ctx.bus.work_queue(QUEUE, placed, max_in_flight=MAX_IN_FLIGHT)
+        queue = await self.ctx.bus.work_queue(QUEUE, placed, ack_wait_s=ACK_WAIT_S, max_in_flight=MAX_IN_FLIGHT)
         while not self.ctx.stop.is_set():
             await self.stream.until(lambda: not self.ledger.stopping)
             item = await queue.take(TAKE_S)

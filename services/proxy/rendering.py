@@ -15,6 +15,7 @@ import numpy.typing as npt
 import orjson
 
 from services.proxy.dialects.base import Message, Tool, ToolCall
+from services.proxy.tokenizer import load_tokenizer
 
 TAIL = 256
 """So many ids of the prompt are shown to a renderer that looks back only to the start of the last turn."""
@@ -48,7 +49,6 @@ class RenderingUnavailable(RuntimeError):
 def load(model_path: str, renderer: str = "auto", *, thinking: bool = False) -> Rendering:
     """The renderer for a Hugging Face folder. `renderer` is a name known to the package, or auto: by architecture."""
     from renderers import create_renderer
-    from renderers.base import load_tokenizer
     from renderers.configs import _config_class_for
 
     tokenizer = load_tokenizer(model_path)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from services.proxy.dialects.base import Message, Tool, ToolCall
 from services.proxy.rendering import TAIL, RenderingUnavailable, load
+from services.proxy.tokenizer import load_tokenizer
 
 TOOLS = (Tool("bash", "Run.", {"type": "object", "properties": {"command": {"type": "string"}}}),)
 texts = st.text("abc xyz\n<é>1", min_size=1, max_size=200).map(lambda s: "t" + s.strip())
@@ -45,6 +46,19 @@ def test_turns_the_policy_never_wrote_are_rendered_as_in_a_whole_conversation(
     extension = renderer.extend(ids(prompt), ids(output), added, TOOLS)
     whole = renderer.fresh((*conversation, Message("assistant", said), *added), TOOLS)
     assert prompt + output + extension.ids == whole
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(max_size=60), st.lists(st.integers(0, 511), max_size=30))
+def test_the_light_tokenizer_equals_transformers(model_folder, tokenizer, text, some_ids):
+    light = load_tokenizer(str(model_folder))
+    for sample in (text, f"<|im_start|>{text}<tool_call>"):
+        assert light.encode(sample, add_special_tokens=False) == tokenizer.encode(sample, add_special_tokens=False)
+    for skip in (False, True):
+        assert light.decode(some_ids, skip_special_tokens=skip) == tokenizer.decode(some_ids, skip_special_tokens=skip)
+    tokens = ["<|im_end|>", "</think>", text]
+    assert light.convert_tokens_to_ids(tokens) == tokenizer.convert_tokens_to_ids(tokens)
+    assert (light.eos_token_id, light.unk_token_id) == (tokenizer.eos_token_id, tokenizer.unk_token_id)
 
 
 def test_text_after_the_stop_token_is_not_kept(renderer, tokenizer):

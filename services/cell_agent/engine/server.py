@@ -133,6 +133,7 @@ class Engine:
         self._process, self._scratch = process, scratch
         self._http = aiohttp.ClientSession(base_url=self.url, timeout=REQUEST)
         self._notes = _notes_path(log, spec.cell)
+        self._shared_memory: set[Path] = set()
         self.exited: asyncio.Task[int] = asyncio.create_task(process.wait(), name=f"engine-{spec.cell}-exit")
 
     @classmethod
@@ -224,7 +225,7 @@ class Engine:
     async def stop(self) -> None:
         """Kill the server and its children, remove what they left. SGLang's own way out of SIGTERM waits five
         seconds and saves nothing; live calls must be drained or aborted before."""
-        leftovers = shared_memory_of(self.pid)
+        leftovers = self._shared_memory | set(shared_memory_of(self.pid))
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         await self.exited
@@ -237,7 +238,8 @@ class Engine:
 
     def _note(self) -> None:
         """Say on disk what `sweep` has to remove if this agent is killed."""
-        notes = {"scratch": str(self._scratch), "shared_memory": [str(p) for p in shared_memory_of(self.pid)]}
+        self._shared_memory = set(shared_memory_of(self.pid))
+        notes = {"scratch": str(self._scratch), "shared_memory": [str(p) for p in self._shared_memory]}
         self._notes.write_text(json.dumps(notes))
 
 

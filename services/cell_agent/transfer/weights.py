@@ -110,6 +110,12 @@ class Snapshots:
         """Read a published snapshot and verify it. Raises TransferError, DigestMismatch or SnapshotError."""
         buffer = self._buffer(nbytes)
         try:
+            for slot in tensors:
+                view(buffer, slot)
+        except SnapshotError:
+            self._spare.append(buffer)
+            raise
+        try:
             (read or self._session.read)(peer, address, buffer, nbytes)
         except TransferError:
             self._quarantine.append(buffer)
@@ -121,8 +127,6 @@ class Snapshots:
                 f"version {version} from {peer}: digest {found[:16]} instead of {expected[:16]}; the owner has published "
                 "newer versions meanwhile, or the bytes were damaged; pull the newest WeightsPublished"
             )
-        for slot in tensors:
-            view(buffer, slot)
         return self._keep(Snapshot(version, buffer, tensors, found))
 
     def _buffer(self, nbytes: int) -> Tensor:

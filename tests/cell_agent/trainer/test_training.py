@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from services.cell_agent.trainer import protocol
-from services.cell_agent.trainer.launcher import TrainerFailed
-from shared.config import TrainingConfig
+from services.cell_agent.trainer.launcher import TrainerDied, TrainerFailed
 from shared.microstep import MicroStep
 from tests.cell_agent.trainer import cells
 from tests.cell_agent.trainer.forest import encode, random_step, run_config, without_torchvision, write_model
@@ -28,9 +27,9 @@ def batch(reference: Reference, seed: int, count: int = 3) -> list[MicroStep]:
     return [reference.on_policy(random_step(f"s{seed}-{i}", rng), rng) for i in range(count)]
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", True), ("llama", False)])
+@pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("llama", False)])
 async def test_gradients_equal_plain_torch(tmp_path: Path, family: str, tied: bool) -> None:
-    """Tree forward, selected logits, loss and backward: 1e-5 of transformers on separate paths."""
+    """Tree forward, selected logits, loss and backward: 1e-5 of transformers on separate paths (qwen3: test_layouts)."""
     model = write_model(tmp_path / "model", family, tied)
     config = run_config(model, **GRADIENT)
     reference = Reference(model, config.training)
@@ -93,44 +92,40 @@ def compare_export(folder: Path, weights: dict[str, torch.Tensor], reference: Re
     torch.testing.assert_close(loaded(ids).logits, reference.model(ids).logits, rtol=0, atol=1e-3)
 
 
-async def test_commands_out_of_order_and_bad_input_are_refused(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model")
-    config = run_config(model)
-    payload = encode(random_step("m", np.random.default_rng(0)))
-    async with cells.cell(config, tmp_path) as handle:
-        with pytest.raises(TrainerFailed, match="BeginBatch"):
-            await handle.call(protocol.Train(id=0, payload=payload))
-        outcome = await asyncio.wait_for(handle.exited, 10)
-        assert not outcome.asked
-        assert outcome.returncodes == (1,)
-        assert "OutOfOrder" in outcome.log_tail
-    async with cells.cell(config, tmp_path) as handle:
-        await cells.load(handle, config)
-        with pytest.raises(TrainerFailed, match="answer") as failure:
-            await handle.call(protocol.Publish(id=0, version=0))
-            await handle.call(protocol.Refit(id=0, engine_url="http://127.0.0.1:9", version=0))
-        assert not failure.value.fatal
-        await handle.call(protocol.BeginBatch(id=0, batch=1, attempt=1, version=0))
-        with pytest.raises(TrainerFailed, match="decoded"):
-            await handle.call(protocol.Train(id=0, payload=b"no micro-step"))
-
-
-async def test_a_new_attempt_starts_from_zero_and_an_empty_batch_changes_nothing(tmp_path: Path) -> None:
+async def test_bad_commands_are_refused_and_an_empty_batch_changes_nothing(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     config = run_config(model, **GRADIENT)
-    reference = Reference(model, TrainingConfig())
-    first, second = batch(reference, 1, 1), batch(reference, 2, 1)
-    async with cells.cell(config, tmp_path) as handle:
-        await cells.load(handle, config)
-        await cells.train(handle, first, 0)
-        await cells.train(handle, second, 0)  # the batch is opened again: what `first` left is gone
-        await cells.step(handle, 4, 1)
-        again = await cells.weights(handle, 1)
-    wanted, _ = Reference(model, config.training).gradients(second, 4)
     start = Reference(model, config.training).weights()
-    assert cells.largest_difference(again, {n: start[n] - wanted[n] for n in start}) < 1e-4
     async with cells.cell(config, tmp_path) as handle:
         await cells.load(handle, config)
         await cells.train(handle, [], 0)
         await cells.step(handle, 4, 1)
         assert cells.largest_difference(await cells.weights(handle, 1), start) == 0.0
+        with pytest.raises(TrainerFailed, match="does not answer") as failure:
+            await handle.call(protocol.Refit(id=0, engine_url="http://127.0.0.1:9", version=1))
+        assert not failure.value.fatal, "an engine that is away is no fault of the trainer"
+        with pytest.raises(TrainerFailed, match="BeginBatch") as failure:
+            await handle.call(protocol.Train(id=0, payload=encode(random_step("m", np.random.default_rng(0)))))
+        assert failure.value.fatal
+        outcome = await asyncio.wait_for(handle.exited, 20)
+        assert not outcome.asked
+        assert outcome.returncodes == (1,)
+        assert "OutOfOrder" in outcome.log_tail
+        with pytest.raises(TrainerDied, match="not running"):
+            await handle.call(protocol.EndBatch(id=0))
+
+
+async def test_a_batch_that_is_opened_again_starts_from_zero(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    config = run_config(model, **GRADIENT)
+    reference = Reference(model, config.training)
+    first, second = batch(reference, 1, 1), batch(reference, 2, 1)
+    wanted, _ = reference.gradients(second, 4)
+    start = reference.weights()
+    async with cells.cell(config, tmp_path) as handle:
+        await cells.load(handle, config)
+        await cells.train(handle, first, 0)
+        await cells.train(handle, second, 0)
+        await cells.step(handle, 4, 1)
+        again = await cells.weights(handle, 1)
+    assert cells.largest_difference(again, {n: start[n] - wanted[n] for n in start}) < 2e-5

@@ -60,24 +60,31 @@ def owner() -> Iterator[Owner]:
     made.kill()
 
 
-def test_all_bytes_arrive_in_order(owner: Owner) -> None:
+@pytest.fixture(scope="module")
+def lasting_owner() -> Iterator[Owner]:
+    made = Owner()
+    yield made
+    made.kill()
+
+
+def test_all_bytes_arrive_in_order(lasting_owner: Owner) -> None:
     session = TransferSession("127.0.0.1")
     buffer = torch.zeros(SIZE, dtype=torch.uint8)
     session.register(buffer)
-    session.read(owner.address, owner.pointer, buffer, SIZE)
+    session.read(lasting_owner.address, lasting_owner.pointer, buffer, SIZE)
     assert torch.equal(buffer, torch.arange(SIZE, dtype=torch.int64).to(torch.uint8))
     session.close()
 
 
-def test_reading_into_memory_that_is_not_registered_is_refused(owner: Owner) -> None:
+def test_reading_into_memory_that_is_not_registered_is_refused(lasting_owner: Owner) -> None:
     session = TransferSession("127.0.0.1")
     buffer = torch.zeros(1000, dtype=torch.uint8)
     with pytest.raises(NotRegistered):
-        session.read(owner.address, owner.pointer, buffer, 1000)
+        session.read(lasting_owner.address, lasting_owner.pointer, buffer, 1000)
     session.register(buffer)
     with pytest.raises(NotRegistered, match="1001"):
-        session.read(owner.address, owner.pointer, buffer, 1001)
-    session.read(owner.address, owner.pointer, buffer, 1000)
+        session.read(lasting_owner.address, lasting_owner.pointer, buffer, 1001)
+    session.read(lasting_owner.address, lasting_owner.pointer, buffer, 1000)
     session.unregister(buffer)
     with pytest.raises(NotRegistered):
         session.unregister(buffer)
