@@ -88,7 +88,7 @@ class RunView:
     tokens_recorded: int = 0
     tokens_trained: int = 0
     tokens_discarded: int = 0
-    engine_tokens: dict[tuple[int, str], int] = field(default_factory=dict)
+    engine_tokens: dict[str, int] = field(default_factory=dict)
     calls: int = 0
     call_times: list[tuple[float, int]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -275,7 +275,7 @@ def _cell_failed(view: RunView, event: ev.CellFailed, now: float) -> None:
 
 
 def _counted(view: RunView, event: ev.EngineCounted, now: float) -> None:
-    view.engine_tokens[(event.cell, event.incarnation)] = event.generated_tokens
+    view.engine_tokens[event.engine] = event.generated_tokens
 
 
 def _recorded(view: RunView, event: ev.ModelCallRecorded, now: float) -> None:

@@ -25,6 +25,8 @@ from shared.config import RunConfig, from_plain, to_plain
 from shared.events import RunPhaseChanged, RunResumed, RunStarted, StopRequested
 from shared.tasks import load_folder
 
+EXPORT_GRACE_S = 60.0
+
 
 class NoTasks(ValueError):
     """A task folder without a single usable task."""
@@ -105,7 +107,7 @@ async def _drive(local: LocalRun, options: Options, console: Console) -> int:
     reader = asyncio.create_task(_follow(local, view))
     try:
         with Display(view, quiet=options.quiet) as display:
-            while not (interrupted.is_set() or local.failed or view.phase in ("finished", "failed")):
+            while not (interrupted.is_set() or local.failed or _over(view)):
                 if reader.done():
                     reader.result()
                 await asyncio.sleep(0.3)
@@ -121,6 +123,12 @@ async def _drive(local: LocalRun, options: Options, console: Console) -> int:
     summary = summarize(view, wall_s=time.monotonic() - started, peak_rss_bytes=local.peak_rss)
     files = write_all(view, summary, local.folder)
     return _say(local, view, summary, files, options, console, interrupted=interrupted.is_set())
+
+
+def _over(view: RunView) -> bool:
+    """Failed; or finished, with the policy on disk (a core that was lost at the very end gets time to write it)."""
+    late = view.phases and time.time() > view.phases[-1][0] + EXPORT_GRACE_S
+    return view.phase == "failed" or (view.phase == "finished" and bool(view.policy_path or late))
 
 
 async def _follow(local: LocalRun, view: RunView) -> None:

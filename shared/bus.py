@@ -27,7 +27,7 @@ from shared.events import DeadLetter, Event
 from shared.nats_server import MAX_EVENT_BYTES, MAX_PAYLOAD
 from shared.pull import Inbox, Source, follow
 from shared.stored import Stored, stored
-from shared.workqueue import WorkItem, WorkQueue, WorkQueueGone
+from shared.workqueue import QueueState, WorkItem, WorkQueue, WorkQueueGone
 
 __all__ = [
     "MAX_EVENT_BYTES",
@@ -324,12 +324,17 @@ class Bus:
         for queue in [q for q in self._queues if q.name == name]:
             await queue.close()
 
-    async def queue_exists(self, name: str) -> bool:
-        async def attempt() -> bool:
+    async def queue_state(self, name: str) -> QueueState | None:
+        """What the server knows of the queue; None if there is no such queue."""
+
+        async def attempt() -> QueueState | None:
             try:
-                await self.js.consumer_info(self.stream, name)
+                info = await self.js.consumer_info(self.stream, name)
             except js_errors.NotFoundError:
-                return False
-            return True
+                return None
+            return QueueState(int(info.delivered.stream_seq) if info.delivered else 0)
 
         return await self.until_done(f"ask for work queue {name}", attempt)
+
+    async def queue_exists(self, name: str) -> bool:
+        return await self.queue_state(name) is not None

@@ -308,6 +308,7 @@ class EngineCounted(Event, frozen=True, kw_only=True, tag="engine_counted"):
 
     cell: int
     incarnation: str
+    engine: str  # names one engine process: the count starts at 0 with it
     generated_tokens: int
 
     def entity(self) -> str:

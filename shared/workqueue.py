@@ -38,6 +38,11 @@ T = TypeVar("T")
 Outcome: TypeAlias = Msg | Literal["expired", "broken", "again"]
 
 
+@dataclass(frozen=True)
+class QueueState:
+    delivered: int  # highest sequence of the stream that was delivered, as far as the server knows
+
+
 class QueueBus(Protocol):
     """What a queue needs of its bus."""
 
@@ -46,7 +51,7 @@ class QueueBus(Protocol):
 
     async def until_done(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T: ...
 
-    async def queue_exists(self, name: str) -> bool: ...
+    async def queue_state(self, name: str) -> QueueState | None: ...
 
     async def publish_dead_letter(
         self, message: Stored, reason: str, *, msg_id: str, headers: dict[str, str] | None = None
@@ -126,7 +131,7 @@ class WorkQueue:
             if isinstance(outcome, Msg):
                 return outcome
             if outcome == "broken":
-                if not await self.bus.queue_exists(self.name):
+                if await self.bus.queue_state(self.name) is None:
                     await self.close()
                     raise WorkQueueGone(f"work queue {self.name} was deleted")
                 await asyncio.sleep(0.05)
@@ -191,7 +196,7 @@ class WorkItem:
         return self.stored.headers
 
     async def ack(self) -> None:
-        """Done: its result is durable. Returns when the server has noted it."""
+        """Done: its result is durable. Returns when the server has noted it, or cannot any more (see `_moot`)."""
         await self._settle(b"+ACK")
 
     async def nak(self, delay_s: float = 0.0) -> None:
@@ -221,15 +226,31 @@ class WorkItem:
                 await self.message.in_progress()
 
     async def _settle(self, verdict: bytes) -> None:
-        """Send `verdict` until the server confirms it, or the queue is gone."""
+        """Send `verdict` until the server confirms it, or there is nothing left to confirm."""
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + max(self.queue.ack_wait_s, 3 * ACK_TRY_S)  # then it is delivered again anyway
         bus = self.queue.bus
 
         async def attempt() -> None:
             try:
                 await bus.client.request(self.message.reply, verdict, timeout=ACK_TRY_S)
-            except nats.errors.NoRespondersError:
-                if await bus.queue_exists(self.queue.name):
+            except (nats.errors.NoRespondersError, nats.errors.TimeoutError):
+                moot = await self._moot()
+                if not moot and loop.time() < give_up_at:
                     raise
-                log.info("work queue %s is gone: %s of sequence %d dropped", self.queue.name, verdict, self.sequence)
+                text = verdict.decode()
+                log.warning("%s of item %d: %s", text, self.sequence, moot or "never confirmed, it may come again")
 
         await bus.until_done(f"settle item {self.sequence} of {self.queue.name}", attempt)
+
+    async def _moot(self) -> str:
+        """Why the server will never confirm anything about this delivery; "" if it may yet.
+
+        A server that is killed before it wrote down a delivery does not know of it afterwards: it does not answer, and
+        delivers the item again."""
+        state = await self.queue.bus.queue_state(self.queue.name)
+        if state is None:
+            return "the queue is gone"
+        if state.delivered < self.sequence:
+            return "the server lost track of this delivery, the item comes again"
+        return ""

@@ -124,6 +124,11 @@ class Export(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Count(Command):
+    """Publish the engine's own count of generated tokens. -> EngineCounted"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LostMember(Command):
     """`cell` died although the reduction of this attempt needs it: give it up, unless it is through already."""
 

@@ -186,6 +186,8 @@ class CellCore:
 
     def _phase_changed(self, event: ev.RunPhaseChanged, now: float) -> None:
         self.state.phase = event.phase
+        if self.state.engine_version >= 0:
+            self._do(do.Count)
 
     def _policy_exported(self, event: ev.PolicyExported, now: float) -> None:
         self.state.exported = event.version

@@ -82,6 +82,8 @@ class Life:
                 self._cancel_drain()
             case do.Claim():
                 self._claim(command)
+            case do.Count():
+                self._start(self._count())
             case do.Seal():
                 if self._claims is not None:
                     self._claims.sealed = True
@@ -364,6 +366,20 @@ class Life:
         training = self.config.training
         prune(self.ctx.run_dir, newest=command.version, keep=training.keep_checkpoints, every=training.checkpoint_every)
 
+    async def _count(self) -> None:
+        engine = self._engine
+        if engine is None or not engine.alive:
+            return
+        tokens = await engine.generated_tokens()
+        await self._publish(
+            ev.EngineCounted(
+                cell=self.cell,
+                incarnation=self.incarnation,
+                engine=f"{engine.pid}@{engine.url}",
+                generated_tokens=tokens,
+            )
+        )
+
     # ------------------------------------------------------------------------------------------------------ end
 
     async def halt(self, grace_s: float) -> None:
@@ -377,6 +393,14 @@ class Life:
         await asyncio.gather(*tasks, return_exceptions=True)
         if claims is not None:
             await claims.drop()
+        if grace_s > 0:
+            await self._last_count()
+
+    async def _last_count(self) -> None:
+        try:
+            await self._count()
+        except EngineFailed as error:
+            log.warning("cell %d: no last count of generated tokens: %s", self.cell, error.reason)
 
     async def close(self, keep_engine: bool) -> Engine | None:
         """After `halt`: end the processes. Returns the engine if it is to be kept and alive."""

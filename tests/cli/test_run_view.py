@@ -90,7 +90,7 @@ def story() -> list[ev.Event]:
             batch=1, attempt=1, version=1, cells=(0,), micro_steps=("m",), checkpoint="c", seconds=0.2,
             metrics={"grad_norm": 1.5},
         ),
-        ev.EngineCounted(cell=0, incarnation="a", generated_tokens=4),
+        ev.EngineCounted(cell=0, incarnation="a", engine="e", generated_tokens=4),
         ev.RunPhaseChanged(phase="finished"),
     ]  # fmt: skip
 

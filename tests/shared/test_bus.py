@@ -319,3 +319,29 @@ async def test_kill_minus_nine_of_the_server_in_mid_flow_loses_and_doubles_nothi
         for bus in (writer, reader, worker):
             await bus.close()
         server.kill()
+
+
+async def test_items_in_hand_when_the_server_is_killed_can_be_settled_and_none_is_lost(tmp_path: Path) -> None:
+    """The server forgets deliveries that it had not written down: settling those must not wait for ever."""
+    server = start_server(tmp_path, with_parent=False)
+    bus = await Bus.connect(server.url, "r", "control")
+    await bus.create_stream()
+    queue = await bus.work_queue("w", ids.subject_filter("r"), ack_wait_s=60)
+    for i in range(20):
+        await bus.publish(note(i))
+    items = [await queue.take(2) for _ in range(20)]
+    server.kill()
+    server = start_server(tmp_path, server.port, with_parent=False)
+    try:
+        settling = [item.ack() for item in items[:10] if item] + [item.nak() for item in items[10:] if item]
+        await asyncio.wait_for(asyncio.gather(*settling), 15)
+        again: set[int] = set()
+        while len(again) < 10 and (item := await queue.take(4)) is not None:
+            if item.sequence > 10:
+                again.add(item.sequence)
+            await item.ack()
+        assert again == set(range(11, 21))  # those that were not acknowledged come again, all of them
+        assert await queue.take(0.5) is None
+    finally:
+        await bus.close()
+        server.kill()

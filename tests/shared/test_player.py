@@ -119,6 +119,18 @@ def test_only_the_latest_wake_of_a_key_wakes_and_never_early(script: list[int]) 
     assert woken == sorted(woken)
 
 
+def test_a_firing_that_belongs_to_a_replaced_wake_wakes_nobody() -> None:
+    player = Player(Remembering(), "me")
+    first, second, stale, firing = stream([5, 7, -1, 0])
+    player.apply(first)
+    player.apply(second)
+    assert player.apply(stale) == []
+    assert player.timers["k"].cause == "2.2"  # still waiting
+    assert player.now == stale.time
+    assert len(player.apply(firing)) == 1
+    assert player.timers == {}
+
+
 def test_a_timer_of_another_actor_wakes_nobody() -> None:
     player = Player(Remembering(), "me")
     for message in stream([1, 0], actor="somebody"):

@@ -419,6 +419,22 @@ async def test_a_restart_long_after_the_duplicate_window_doubles_nothing(
     await control.close()
 
 
+async def test_two_processes_of_one_actor_at_once_publish_each_effect_once(
+    nats_url: str, fresh_run: str, tmp_path: Path
+) -> None:
+    control = await new_run(nats_url, fresh_run, tmp_path)
+    first, second = await context(nats_url, fresh_run), await context(nats_url, fresh_run)
+    async with running(first, CountingCore()), running(second, CountingCore()):
+        for number in range(1, 10):
+            await control.publish(input_event(number))
+        await until(settled(control, 9))
+        await asyncio.sleep(0.2)
+    messages = await history(control)
+    assert sorted(orders_in(messages)) == sorted(expected_orders(9))
+    assert sorted(bursts_in(messages)) == [3, 6, 9]
+    await control.close()
+
+
 async def test_a_damaged_snapshot_is_not_used(nats_url: str, fresh_run: str, tmp_path: Path) -> None:
     control = await new_run(nats_url, fresh_run, tmp_path)
     for life in range(2):

@@ -29,6 +29,7 @@ TAIL_BYTES = 4000
 HEALTH_POLL_S = 0.25
 HEALTH_TIMEOUT_S = 20.0
 CALLS_PER_EXECUTION = 2  # sub-agents and summaries run beside the main call
+TOKEN_COUNTER = "sglang:generation_tokens_total{"
 REQUEST = aiohttp.ClientTimeout(total=10.0)
 
 
@@ -113,7 +114,7 @@ def server_arguments(spec: EngineSpec, port: int, group_port: int) -> list[str]:
     }
     if spec.tokens:
         values["max-total-tokens"] = spec.tokens
-    flags = ["skip-tokenizer-init", "skip-server-warmup"]
+    flags = ["skip-tokenizer-init", "skip-server-warmup", "enable-metrics"]
     if spec.device == "cpu":
         values["attention-backend"] = "torch_native"
         flags += ["disable-overlap-schedule", "sleep-on-idle"]  # an idle engine would burn a whole core
@@ -207,6 +208,17 @@ class Engine:
                 f"engine of cell {self.spec.cell} does not tell its load ({error!r})", self.log
             ) from error
         return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in body["loads"])
+
+    async def generated_tokens(self) -> int:
+        """Tokens of all finished calls (aborted ones too) since the engine started, by the engine's own counter."""
+        try:
+            async with self._http.get("/metrics/") as response:
+                response.raise_for_status()
+                text = await response.text()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineFailed(f"engine of cell {self.spec.cell} shows no metrics ({error!r})", self.log) from error
+        lines = (line for line in text.splitlines() if line.startswith(TOKEN_COUNTER))
+        return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines))
 
     async def post(self, path: str, body: dict[str, object]) -> None:
         """One control request; EngineFailed unless it is answered with 200."""

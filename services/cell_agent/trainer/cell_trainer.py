@@ -135,7 +135,9 @@ class CellTrainer:
 
     def save(self, path: str) -> dict[str, float]:
         if self.optimizer is None:
-            raise OutOfOrder("Save on a cell without an optimizer; only the core, after Load, has a checkpoint to write")
+            raise OutOfOrder(
+                "Save on a cell without an optimizer; only the core, after Load, has a checkpoint to write"
+            )
         started = time.perf_counter()
         state = {
             "weights": {name: tensor.cpu() for name, tensor in local_weights(self.model).items()},
@@ -178,7 +180,10 @@ class CellTrainer:
         self._open, self._finalized = True, False
 
     def train(
-        self, payload: bytes, take: Callable[[], bytes | None], done: Callable[[Prepared, float, dict[str, float]], None]
+        self,
+        payload: bytes,
+        take: Callable[[], bytes | None],
+        done: Callable[[Prepared, float, dict[str, float]], None],
     ) -> int:
         """Stream micro-steps: `payload`, then what `take` yields until None. `done` reports each on the control rank."""
         if not self._open:

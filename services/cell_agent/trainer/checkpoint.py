@@ -41,7 +41,13 @@ def save(path: Path, state: dict[str, Any], version: int, spec: dict[str, Any], 
     digests: list[Any] = [None] * parallel.world
     dist.all_gather_object(digests, (name, _digest(aside / name)), parallel.control)
     if parallel.is_control:
-        meta = {"format": FORMAT, "version": version, "layout": _layout(parallel), "model": spec, "files": dict(digests)}
+        meta = {
+            "format": FORMAT,
+            "version": version,
+            "layout": _layout(parallel),
+            "model": spec,
+            "files": dict(digests),
+        }
         _write_durably(aside / META, json.dumps(meta, indent=1).encode())
         _sync_folder(aside)
         _replace(aside, path)

@@ -63,7 +63,9 @@ class CellGroups:
         for other in range(size):
             theirs = int(store.get(f"elements/{other}"))
             if theirs != count:
-                raise ReduceError(f"member {other} of '{key}' has {theirs} gradient elements, member {rank} has {count}")
+                raise ReduceError(
+                    f"member {other} of '{key}' has {theirs} gradient elements, member {rank} has {count}"
+                )
         if self._device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._timeout

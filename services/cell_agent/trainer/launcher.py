@@ -149,7 +149,9 @@ class TrainerHandle:
         codes = tuple(p.returncode for p in self._processes)
         outcome = TrainerExit(asked=self._closing, returncodes=codes, log_tail=log_tail(self.log_path))
         await asyncio.wait([self._read], timeout=1.0)  # replies that were on their way still count
-        error = TrainerDied(f"trainer of cell {self.cell} ended (exit codes {codes}); end of its log:\n{outcome.log_tail}")
+        error = TrainerDied(
+            f"trainer of cell {self.cell} ended (exit codes {codes}); end of its log:\n{outcome.log_tail}"
+        )
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
@@ -233,9 +235,7 @@ def _command(path: str, config_path: Path, world: int, cell: int, device: str, h
     return [sys.executable, "-m", "services.cell_agent.trainer.worker", *arguments]
 
 
-async def _spawn(
-    command: list[str], rank: int, environment: dict[str, str], log: object
-) -> asyncio.subprocess.Process:
+async def _spawn(command: list[str], rank: int, environment: dict[str, str], log: object) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         *command,
         "--rank",

@@ -33,7 +33,12 @@ class ModelSpec:
 
     def check_layout(self, tensor: int, pipeline: int) -> None:
         """Raise ModelUnsupported if the model cannot be cut into this many tensor and pipeline ranks."""
-        for what, value in (("heads", self.heads), ("kv_heads", self.kv_heads), ("ffn", self.ffn), ("vocab", self.vocab)):
+        for what, value in (
+            ("heads", self.heads),
+            ("kv_heads", self.kv_heads),
+            ("ffn", self.ffn),
+            ("vocab", self.vocab),
+        ):
             if value % tensor:
                 raise ModelUnsupported(
                     f"cells.tensor_parallel={tensor} does not divide the model's {what}={value}; choose a divisor"
@@ -52,7 +57,9 @@ def read_spec(folder: str | Path) -> ModelSpec:
     config = json.loads(path.read_text())
     architecture = (config.get("architectures") or ["?"])[0]
     if architecture not in ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"):
-        raise ModelUnsupported(f"{path}: architecture {architecture} is not supported; use a dense Qwen3, Qwen2 or Llama")
+        raise ModelUnsupported(
+            f"{path}: architecture {architecture} is not supported; use a dense Qwen3, Qwen2 or Llama"
+        )
     _refuse(path, config)
     heads = config["num_attention_heads"]
     return ModelSpec(

@@ -211,7 +211,13 @@ class _BlockAttention(torch.autograd.Function):
             dq[:, :, :, rows] = part_q.view(1, groups, share, block.end - block.start, size)
             _scatter(dk, block.runs, part_k)
             _scatter(dv, block.runs, part_v)
-        return dq[0].permute(2, 0, 1, 3).reshape(count, -1, size), dk[0].transpose(0, 1), dv[0].transpose(0, 1), None, None
+        return (
+            dq[0].permute(2, 0, 1, 3).reshape(count, -1, size),
+            dk[0].transpose(0, 1),
+            dv[0].transpose(0, 1),
+            None,
+            None,
+        )
 
 
 def _queries(q: Tensor, rows: slice) -> Tensor:

@@ -53,7 +53,9 @@ class TransferSession:
         try:
             from mooncake.engine import TransferEngine
         except ImportError as error:
-            raise TransferUnavailable(f"mooncake-transfer-engine cannot be loaded: {error}; run `gyre doctor`") from error
+            raise TransferUnavailable(
+                f"mooncake-transfer-engine cannot be loaded: {error}; run `gyre doctor`"
+            ) from error
         self._engine: Any = TransferEngine()
         code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, "")
         if code != 0:

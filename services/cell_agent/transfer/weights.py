@@ -85,7 +85,11 @@ class Snapshots:
         raise SnapshotMissing(f"no snapshot of version {version} is held here (held: {held}); pull it first")
 
     def publish(
-        self, version: int, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, tensors: Iterable[tuple[str, Tensor]]
+        self,
+        version: int,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        tensors: Iterable[tuple[str, Tensor]],
     ) -> Snapshot:
         """Freeze `tensors` (name, value; exactly those of `shapes`) as `version`."""
         slots, nbytes = manifest(shapes, dtype)
