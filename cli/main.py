@@ -80,7 +80,7 @@ def serve(
     """Run one service alone against a NATS server; it reads its configuration from the run's first event."""
     import importlib
 
-    from shared.runtime import serve_main
+    from shared.service import run_service
 
     if name not in SERVICES:
         raise UsageError(f"no service {name!r}: choose one of {', '.join(SERVICES)}")
@@ -88,7 +88,7 @@ def serve(
         raise UsageError("cell-agent needs --cell NUMBER, the other services take none")
     module = importlib.import_module(SERVICES[name])
     args = {} if cell is None else {"cell": str(cell)}
-    raise typer.Exit(asyncio.run(serve_main(name, nats, run, module.serve, args)))
+    raise typer.Exit(run_service(name, nats, run, module.serve, args))
 
 
 @app.command()

@@ -149,7 +149,10 @@ def test_a_model_without_weights_or_tokenizer_is_refused(tmp_path: Path) -> None
 def test_layouts_that_cells_cannot_hold_are_refused(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     load(path, {"cells.tensor_parallel": 2, "cells.pipeline_parallel": 4})
-    assert "num_key_value_heads = 2, intermediate_size = 512: use 1 or 2" in problems(path, cells__tensor_parallel=3)["cells.tensor_parallel"]
+    assert (
+        "num_key_value_heads = 2, intermediate_size = 512: use 1 or 2"
+        in problems(path, cells__tensor_parallel=3)["cells.tensor_parallel"]
+    )
     assert "num_hidden_layers = 4" in problems(path, cells__pipeline_parallel=3)["cells.pipeline_parallel"]
     assert "at most 4096" in problems(path, model__context=5000)["model.context"]
     assert "no room" in problems(path, sampling__max_new_tokens=4096)["sampling.max_new_tokens"]

@@ -185,7 +185,8 @@ class CellTrainer:
         take: Callable[[], bytes | None],
         done: Callable[[Prepared, float, dict[str, float]], None],
     ) -> int:
-        """Stream micro-steps: `payload`, then what `take` yields until None. `done` reports each on the control rank."""
+        """Stream micro-steps: `payload`, then what `take` yields until None. `done` reports each on the control
+        rank."""
         if not self._open:
             raise OutOfOrder("Train outside of a batch; BeginBatch comes first, and Reduce or Step end it")
 

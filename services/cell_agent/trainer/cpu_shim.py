@@ -1,7 +1,8 @@
 """Lets Megatron-core run where there is no CUDA device.
 
-Owns every change to torch's and Megatron's globals that this takes, and makes none of them when CUDA is there. Invariant:
-the training code above is the same on CPU and GPU. Only training workers may call `install`: it changes the process.
+Owns every change to torch's and Megatron's globals that this takes, and makes none of them when CUDA is there.
+Invariant: the training code above is the same on CPU and GPU. Only training workers may call `install`: it changes
+the process.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ def install() -> None:
         return
     _import_megatron()
     stream = _Stream()
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda device=None: None
-    torch.cuda.current_stream = lambda device=None: stream  # type: ignore[assignment,return-value]
-    torch.cuda.default_stream = lambda device=None: stream  # type: ignore[assignment,return-value]
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
+    torch.cuda.current_stream = lambda device=None: stream
+    torch.cuda.default_stream = lambda device=None: stream
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
     for name in _LITERAL_CUDA:
         vars(importlib.import_module(name))["torch"] = _TorchOnCpu()
 
@@ -71,7 +72,7 @@ def _import_megatron() -> None:
     load the compiler, and it imports Triton where installed. Saves 140 MB and 2.5 s per process."""
     sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
     compiler = torch.compile
-    torch.compile = lambda model=None, **kwargs: model if model is not None else (lambda f: f)  # type: ignore[assignment]
+    torch.compile = lambda model=None, **kwargs: model if model is not None else (lambda f: f)
     try:
         for name in ("megatron.core.models.gpt", "megatron.core.optimizer", *_LITERAL_CUDA):
             importlib.import_module(name)
@@ -81,8 +82,8 @@ def _import_megatron() -> None:
 
 @contextlib.contextmanager
 def cuda_type_names() -> Iterator[None]:
-    """Megatron's optimizers compare `tensor.type()` with 'torch.cuda.FloatTensor' and the like; inside this context a CPU
-    tensor answers in that form. No effect where CUDA is available."""
+    """Megatron's optimizers compare `tensor.type()` with 'torch.cuda.FloatTensor' and the like; inside this context a
+    CPU tensor answers in that form. No effect where CUDA is available."""
     if torch.cuda.is_available():
         yield
         return
@@ -93,8 +94,8 @@ def cuda_type_names() -> Iterator[None]:
             return original(self).replace("torch.", "torch.cuda.", 1)
         return original(self, dtype, *args, **kwargs)
 
-    torch.Tensor.type = named  # type: ignore[method-assign]
+    torch.Tensor.type = named
     try:
         yield
     finally:
-        torch.Tensor.type = original  # type: ignore[method-assign]
+        torch.Tensor.type = original

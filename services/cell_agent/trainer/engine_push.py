@@ -4,15 +4,17 @@ Live calls survive and no key/value entry of old weights is ever used again. How
 (managers/tokenizer_manager.py, scheduler.py, scheduler_components/weight_updater.py):
 
 - Outside a pause, every weight call waits for the writer lock, that is until all running calls have ended: hours here.
-- `pause_generation` mode "abort" ends all calls and polls once a second; "in_place" keeps the running batch and its KV,
-  so a flush is refused and old KV stays in the prefix cache, unmarked; "retract" puts running calls back into the waiting
-  queue between two forward passes, gives their KV back, and answers at once.
-- While paused, waiting calls don't count as busy, so `flush_cache` inside update_weights_from_tensor succeeds and empties
-  the prefix cache and the KV pool. After `continue_generation` each retracted call prefills its prompt plus what it had
-  generated under the new weights and goes on; its tokens carry the version they were sampled under (weight_versions).
+- `pause_generation` mode "abort" ends all calls and polls once a second; "in_place" keeps the running batch and its
+  KV, so a flush is refused and old KV stays in the prefix cache, unmarked; "retract" puts running calls back into the
+  waiting queue between two forward passes, gives their KV back, and answers at once.
+- While paused, waiting calls don't count as busy, so `flush_cache` inside update_weights_from_tensor succeeds and
+  empties the prefix cache and the KV pool. After `continue_generation` each retracted call prefills its prompt plus
+  what it had generated under the new weights and goes on; its tokens carry the version they were sampled under
+  (weight_versions).
 
-So: pause(retract) -> begin -> update(flush_cache, weight_version) -> end -> verify -> continue. If anything fails after the
-weights may have changed, the engine is left paused, so that no token is sampled from unknown weights: restart it.
+So: pause(retract) -> begin -> update(flush_cache, weight_version) -> end -> verify -> continue. If anything fails
+after the weights may have changed, the engine is left paused, so that no token is sampled from unknown weights:
+restart it.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class RefitError(Exception):
 
 
 def refit(engine_url: str, snapshot: Snapshot, on_cpu: bool) -> dict[str, float]:
-    """Load `snapshot` into the engine as weight version str(version). Returns push_s and verify_s. Raises RefitError."""
+    """Load `snapshot` into the engine as weight version str(version). Returns push_s and verify_s. Raises
+    RefitError."""
     started = time.perf_counter()
     tensor_ranks = int(_call(engine_url, "GET", "/server_info", None).get("tp_size") or 1)
     weights = {name: tensor.clone() for name, tensor in snapshot.views().items()}
@@ -70,8 +73,8 @@ def refit(engine_url: str, snapshot: Snapshot, on_cpu: bool) -> dict[str, float]
 
 
 def serialize(named: list[tuple[str, Tensor]]) -> str:
-    """What SGLang's tensor endpoint takes: torch's inter-process pickle (handles to shared memory), base64. Files rather
-    than descriptors, because the reader is not a child of this process."""
+    """What SGLang's tensor endpoint takes: torch's inter-process pickle (handles to shared memory), base64. Files
+    rather than descriptors, because the reader is not a child of this process."""
     torch.multiprocessing.set_sharing_strategy("file_system")
     data = io.BytesIO()
     ForkingPickler(data).dump(named)

@@ -1,9 +1,9 @@
 """Gradient reduction across cells: groups of same-position ranks of different cells, made by name.
 
-Each cell is a torch.distributed world of its own, so these groups stand outside of all of them: they meet at a TCP store
-that the core's control rank serves. Invariant: a group name stands for one set of cell incarnations, so a member that
-comes back under a new incarnation can never be mistaken for the one that died; a missing member fails the call by name
-within the time limit.
+Each cell is a torch.distributed world of its own, so these groups stand outside of all of them: they meet at a TCP
+store that the core's control rank serves. Invariant: a group name stands for one set of cell incarnations, so a
+member that comes back under a new incarnation can never be mistaken for the one that died; a missing member fails the
+call by name within the time limit.
 """
 
 from __future__ import annotations

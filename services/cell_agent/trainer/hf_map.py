@@ -1,7 +1,8 @@
 """Hugging Face weights <-> Megatron weights of one (tensor, pipeline) rank, as pure functions on state dicts.
 
-Invariant: `assemble` is the exact inverse of `to_local` over all places of a layout: every bit comes back, and each full
-tensor is the very tensor Hugging Face names (fused projections are taken apart, tied output weights are not repeated).
+Invariant: `assemble` is the exact inverse of `to_local` over all places of a layout: every bit comes back, and each
+full tensor is the very tensor Hugging Face names (fused projections are taken apart, tied output weights are not
+repeated).
 """
 
 from __future__ import annotations

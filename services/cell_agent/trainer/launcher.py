@@ -24,6 +24,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -48,8 +49,8 @@ class TrainerDied(TrainerError):
 
 
 class TrainerFailed(TrainerError):
-    """A command could not be carried out. `fatal`: the workers exit after saying so; otherwise (Pull, Refit: the peer or
-    the engine is to blame) they go on and the command may be given again."""
+    """A command could not be carried out. `fatal`: the workers exit after saying so; otherwise (Pull, Refit: the peer
+    or the engine is to blame) they go on and the command may be given again."""
 
     def __init__(self, message: str, fatal: bool) -> None:
         super().__init__(message)
@@ -58,7 +59,8 @@ class TrainerFailed(TrainerError):
 
 @dataclass(frozen=True)
 class TrainerExit:
-    """What `TrainerHandle.exited` resolves to. `asked`: after `close`. `returncodes`: by rank, None = had to be killed."""
+    """What `TrainerHandle.exited` resolves to. `asked`: after `close`. `returncodes`: by rank, None = had to be
+    killed."""
 
     asked: bool
     returncodes: tuple[int | None, ...]
@@ -235,13 +237,15 @@ def _command(path: str, config_path: Path, world: int, cell: int, device: str, h
     return [sys.executable, "-m", "services.cell_agent.trainer.worker", *arguments]
 
 
-async def _spawn(command: list[str], rank: int, environment: dict[str, str], log: object) -> asyncio.subprocess.Process:
+async def _spawn(
+    command: list[str], rank: int, environment: dict[str, str], log: IO[bytes]
+) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         *command,
         "--rank",
         str(rank),
         stdin=asyncio.subprocess.DEVNULL,
-        stdout=log,  # type: ignore[arg-type]
+        stdout=log,
         stderr=asyncio.subprocess.STDOUT,
         env=environment,
         cwd=REPOSITORY,

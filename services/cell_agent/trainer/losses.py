@@ -11,9 +11,9 @@ With logp_t the current and b_t the behaviour log-probability of entry t of sequ
     c_i = 0 if (A_i > 0 and s_i > high) or (A_i < 0 and s_i < low) else 1
     loss = sum_i weight_i * c_i * sum_t  -A_i * w_t * exp(logp_t - stopgrad(logp_t))
 
-The last factor is 1 in value and gives the gradient  d loss / d logp_t = -weight_i * c_i * A_i * w_t: the policy gradient
-with a capped importance weight; a clipped sequence gives none. The division by the batch's executions happens once, at
-the optimizer step, so that contributions of different micro-steps and cells simply add.
+The last factor is 1 in value and gives the gradient  d loss / d logp_t = -weight_i * c_i * A_i * w_t: the policy
+gradient with a capped importance weight; a clipped sequence gives none. The division by the batch's executions
+happens once, at the optimizer step, so that contributions of different micro-steps and cells simply add.
 
 Invariant: the loss is a sum over entries; splitting a batch into micro-steps (whole sequences) changes nothing.
 """

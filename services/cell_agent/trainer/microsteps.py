@@ -104,7 +104,7 @@ def _check(
         refuse(f"{len(entry_token)} entry tokens, {len(of)} sequence indices, {len(behaviour)} log-probabilities")
     if ((tokens < 0) | (tokens >= vocab)).any():
         refuse(f"token ids outside the model's vocabulary of {vocab}")
-    if len(entry_token) and not (0 <= entry_token.min() and entry_token.max() < len(tokens)):
+    if len(entry_token) and (entry_token.min() < 0 or entry_token.max() >= len(tokens)):
         refuse("an entry points outside the tokens")
     if (parents[entry_token] < 0).any():
         refuse("an entry is the first token of its path; nothing predicts it")

@@ -29,7 +29,7 @@ from services.cell_agent.trainer.tree_attention import TreeMask, tree_attention
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class RmsNorm(torch.nn.Module):
+class RmsNorm(torch.nn.Module):  # type: ignore[misc]
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
         self.eps = eps
@@ -38,11 +38,11 @@ class RmsNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:
             return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-        result: Tensor = _RmsNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        result: Tensor = _RmsNorm.apply(x, self.weight, self.eps)
         return result
 
 
-class _RmsNorm(torch.autograd.Function):
+class _RmsNorm(torch.autograd.Function):  # type: ignore[misc]
     """On the CPU torch composes RMS norm of many kernels and keeps each intermediate; this keeps the input only."""
 
     @staticmethod
@@ -63,7 +63,7 @@ class _RmsNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
-class TreeCoreAttention(MegatronModule):
+class TreeCoreAttention(MegatronModule):  # type: ignore[misc]
     """Megatron's core attention slot. query [Q, 1, H, D], key and value [K, 1, G, D], attention_mask a TreeMask.
 
     With context parallelism each rank holds a slice of the queries and gathers all keys and values."""
@@ -83,7 +83,7 @@ class TreeCoreAttention(MegatronModule):
         return out.reshape(out.shape[0], 1, -1)
 
 
-class TreeGPT(GPTModel):
+class TreeGPT(GPTModel):  # type: ignore[misc]
     """GPTModel whose positions are explicit and whose output layer sees only the rows that carry loss."""
 
     def __init__(self, spec: ModelSpec, **kwargs: Any) -> None:
@@ -91,7 +91,7 @@ class TreeGPT(GPTModel):
         exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
         self.register_buffer("inverse_frequencies", 1.0 / (spec.rope_theta**exponents), persistent=False)
 
-    def forward(self, tokens: Tensor, positions: Tensor, mask: TreeMask, rows: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, tokens: Tensor, positions: Tensor, mask: TreeMask, rows: Tensor) -> Tensor:
         """tokens, positions int64 [T] -> hidden states [T, 1, H], or on the last stage logits [rows, 1, V/tp]."""
         embedded = None
         if self.pre_process:

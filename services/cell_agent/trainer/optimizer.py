@@ -1,7 +1,7 @@
 """The core's optimizer: Megatron's Adam over the summed gradients of a batch.
 
-Invariant: the divisor (executions of the batch) is applied exactly once, here, right before clipping and the update; the
-learning rate depends only on the version being made, so a resumed run continues the warm-up where it was.
+Invariant: the divisor (executions of the batch) is applied exactly once, here, right before clipping and the update;
+the learning rate depends only on the version being made, so a resumed run continues the warm-up where it was.
 """
 
 from __future__ import annotations

@@ -49,7 +49,10 @@ class BeginBatch(Message, frozen=True, kw_only=True, tag="begin_batch"):
 
 
 class Train(Message, frozen=True, kw_only=True, tag="train"):
-    """Forward and backward of one micro-step (microstep.MicroStep bytes). -> Trained"""
+    """Forward and backward of one micro-step (microstep.MicroStep bytes). -> Trained
+
+    The reply comes when the backward is through: with pipeline stages that is after later micro-steps arrived,
+    EndBatch, or a short while (0.2 s) without either."""
 
     payload: bytes
 
@@ -138,8 +141,8 @@ class Published(Message, frozen=True, kw_only=True, tag="published"):
 
 
 class Failed(Message, frozen=True, kw_only=True, tag="failed"):
-    """The command was not carried out. `fatal`: the worker exits; otherwise nothing changed and it goes on (Pull and Refit
-    that failed for an outside reason)."""
+    """The command was not carried out. `fatal`: the worker exits; otherwise nothing changed and it goes on (Pull and
+    Refit that failed for an outside reason)."""
 
     reason: str
     fatal: bool = True

@@ -1,8 +1,8 @@
 """How commands reach the ranks of a cell, and replies the agent.
 
-The control rank reads frames from the agent's socket in a thread (so that Train commands can be queued ahead) and hands
-each, in order, to all ranks over the cell's CPU group. Invariant: `next` returns the same command on every rank; when the
-agent is gone it returns Exit.
+The control rank reads frames from the agent's socket in a thread (so that Train commands can be queued ahead) and
+hands each, in order, to all ranks over the cell's CPU group. Invariant: `next` returns the same command on every
+rank; when the agent is gone it returns Exit.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import torch.distributed as dist
 from services.cell_agent.trainer import protocol
 from services.cell_agent.trainer.parallel import Parallel
 
+DRAIN = protocol.EndBatch(id=0)  # nobody's command: the pipeline runs dry because nothing follows for now
+
 
 class Relay:
     def __init__(self, parallel: Parallel, path: str) -> None:
@@ -29,12 +31,17 @@ class Relay:
             self._arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
             threading.Thread(target=self._listen, name="agent-socket", daemon=True).start()
 
-    def next(self) -> protocol.Command:
-        """The next command; blocks until there is one."""
+    def next(self, idle_s: float | None = None) -> protocol.Command:
+        """The next command. Blocks until there is one, or, with `idle_s`, for so long: then it is DRAIN."""
         if self._pushed_back is not None:
             command, self._pushed_back = self._pushed_back, None
             return command
-        data = self._arrived.get() if self._parallel.is_control else b""
+        data = b""
+        if self._parallel.is_control:
+            try:
+                data = self._arrived.get(timeout=idle_s)
+            except queue.Empty:
+                data = msgspec.msgpack.encode(DRAIN)
         if self._parallel.world > 1:
             data = self._spread(data)
         decoded: protocol.Command = msgspec.msgpack.decode(data, type=protocol.Command)
@@ -57,7 +64,8 @@ class Relay:
         if self._parallel.is_control:
             frame.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         dist.broadcast(frame, 0, self._parallel.control)
-        return frame.numpy().tobytes()
+        spread: bytes = frame.numpy().tobytes()
+        return spread
 
     def _listen(self) -> None:
         while True:

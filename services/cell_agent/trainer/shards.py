@@ -1,7 +1,7 @@
 """Moving weights between the control rank and the other ranks of a cell, over the cell's CPU group.
 
-Invariant: exactly one context-parallel copy of each (tensor, pipeline) shard is sent; sizes follow from the spec alone, so
-sender and receiver need no negotiation.
+Invariant: exactly one context-parallel copy of each (tensor, pipeline) shard is sent; sizes follow from the spec
+alone, so sender and receiver need no negotiation.
 """
 
 from __future__ import annotations

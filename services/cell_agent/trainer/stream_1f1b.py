@@ -1,8 +1,8 @@
 """Continuous 1F1B: one pipeline start-up and one drain, however many micro-steps arrive and whenever they do.
 
-Owns the order of forwards, backwards and transfers between pipeline stages. Invariant: whether another micro-step follows
-is asked (on all ranks at once) only at points where every stage stands at the same place of the schedule, so fused
-sends and receives always meet; gradients only accumulate, nothing here zeroes, scales or reduces them.
+Owns the order of forwards, backwards and transfers between pipeline stages. Invariant: whether another micro-step
+follows is asked (on all ranks at once) only at points where every stage stands at the same place of the schedule, so
+fused sends and receives always meet; gradients only accumulate, nothing here zeroes, scales or reduces them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class _Flight:
 
 
 class Stream:
-    """The schedule of one rank. `take` blocks until the next micro-step and returns None when the stream ends; `done` is
-    called, in order, when a micro-step's backward is through on this rank."""
+    """The schedule of one rank. `take` blocks until the next micro-step and returns None when the stream ends; `done`
+    is called, in order, when a micro-step's backward is through on this rank."""
 
     def __init__(
         self,

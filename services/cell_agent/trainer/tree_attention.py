@@ -4,13 +4,14 @@ Owns the geometry of a micro-step (which token sees which, at which position, an
 attention that follows it. Invariant: a token attends to exactly the tokens on its root-to-token path, itself included,
 so that one forward over the packed tree gives every path the activations it would have had alone.
 
-Work is done per block of consecutive queries against just the keys that the block can see: its cost follows the sum of
-path lengths, not the square of the packed length. On CUDA `flex_attention` takes the same geometry as a block mask; that
-path is written from its documentation and has not been run.
+Work is done per block of consecutive queries against just the keys that the block can see: its cost follows the sum
+of path lengths, not the square of the packed length. On CUDA `flex_attention` takes the same geometry as a block
+mask; that path is written from its documentation and has not been run.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,7 +138,7 @@ def tree_mask(layout: TreeLayout, offset: int = 0, queries: int | None = None, b
     """The mask for queries [offset, offset + queries), cut into blocks of at most `block` queries."""
     queries = layout.tokens - offset if queries is None else queries
     edges = _block_edges(layout.segment[offset : offset + queries], block)
-    blocks = tuple(_block(layout, offset, a, b) for a, b in zip(edges, edges[1:], strict=False))
+    blocks = tuple(_block(layout, offset, a, b) for a, b in itertools.pairwise(edges))
     return TreeMask(layout, offset, queries, blocks)
 
 
@@ -167,11 +168,11 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, sc
     """query [Q, H, D]; key, value [K, G, D] with H a multiple of G; -> [Q, H, D]."""
     if query.is_cuda:
         return _flex(query, key, value, mask, scale)
-    result: Tensor = _BlockAttention.apply(query, key, value, mask, scale)  # type: ignore[no-untyped-call]
+    result: Tensor = _BlockAttention.apply(query, key, value, mask, scale)
     return result
 
 
-class _BlockAttention(torch.autograd.Function):
+class _BlockAttention(torch.autograd.Function):  # type: ignore[misc]
     """Softmax attention block by block with torch's CPU flash kernel, which keeps only a log-sum-exp per query. The
     queries of a key-value group are laid out as rows of one matrix, so keys are never repeated."""
 

@@ -1,8 +1,8 @@
 """One rank of a cell's training workers: `python -m services.cell_agent.trainer.worker ...` (see launcher.py).
 
-Reads a command, carries it out on all ranks, replies from the control rank. Invariants: every command gets one reply, in
-order, and all Trained replies of a stream precede the reply to the command that ended it; the process does not outlive
-the agent that started it.
+Reads a command, carries it out on all ranks, replies from the control rank. Invariants: every command gets one reply,
+in order, and all Trained replies of a stream precede the reply to the command that ended it; the process does not
+outlive the agent that started it.
 
 Failures of Pull, Refit and Export come from outside and change nothing here: they are answered with Failed(fatal=False)
 and the worker stays. Any other failure is answered with Failed and the worker exits.
@@ -30,10 +30,11 @@ import torch
 from services.cell_agent.trainer import parallel as parallel_module
 from services.cell_agent.trainer import protocol
 from services.cell_agent.trainer.parallel import Parallel
-from services.cell_agent.trainer.relay import Relay
+from services.cell_agent.trainer.relay import DRAIN, Relay
 from shared.config import RunConfig
 
 PR_SET_PDEATHSIG = 1
+DRAIN_AFTER_S = 0.2
 log = logging.getLogger("trainer")
 
 
@@ -65,7 +66,7 @@ class Worker:
                 return
             try:
                 self._execute(command)
-            except Exception as error:  # noqa: BLE001 (boundary: whatever it is, the agent must hear of it)
+            except Exception as error:  # boundary: whatever it is, the agent must hear of it
                 fatal = not self._harmless(command, error)
                 traceback.print_exc()
                 reason = f"{type(error).__name__}: {error}"
@@ -112,15 +113,19 @@ class Worker:
         self.relay.reply(protocol.Done(id=number, metrics=metrics))
 
     def _stream(self, first: protocol.Train) -> None:
-        """Train commands until another command arrives; that one is executed after the pipeline has drained."""
+        """Train commands until another command arrives; that one is executed after the pipeline has drained. Stages
+        keep micro-steps in flight until more arrive; when none does for DRAIN_AFTER_S, they are finished without
+        waiting."""
+        idle_s = DRAIN_AFTER_S if self.parallel.pipeline > 1 else None
         numbers = [first.id]  # of micro-steps in flight, oldest first
 
         def take() -> bytes | None:
-            command = self.relay.next()
+            command = self.relay.next(idle_s)
             if isinstance(command, protocol.Train):
                 numbers.append(command.id)
                 return command.payload
-            self.relay.push_back(command)
+            if command != DRAIN:
+                self.relay.push_back(command)
             return None
 
         def done(step: Any, seconds: float, metrics: dict[str, float]) -> None:

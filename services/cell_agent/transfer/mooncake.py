@@ -5,8 +5,9 @@ Owns the engine of this process and what is registered with it. Invariants: only
 exception that names peer and cause. Listeners accept anyone who reaches them, so they belong on a private network, and
 only snapshots are registered for reading.
 
-Measured facts behind the limits: batches of more than 1,024 requests fail; `transfer_check_status` can report a batch as
-done too early, so only blocking calls are used; a stopped peer is noticed after MC_TRANSFER_TIMEOUT (5 s at least).
+Measured facts behind the limits: batches of more than 1,024 requests fail; `transfer_check_status` can report a batch
+as done too early, so only blocking calls are used; a stopped peer is noticed after MC_TRANSFER_TIMEOUT (5 s at
+least).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Frozen snapshots of the policy's weights: made on the core, read by every other cell over the Transfer Engine.
 
-A snapshot is one contiguous host buffer with the Hugging Face tensors at 64-byte boundaries, a manifest (TensorSlice) and
-the blake2b-256 digest of the whole buffer. Invariants: a published version's buffer does not change until the version
-after the next is published; a pulled snapshot is handed out only after its digest was verified.
+A snapshot is one contiguous host buffer with the Hugging Face tensors at 64-byte boundaries, a manifest (TensorSlice)
+and the blake2b-256 digest of the whole buffer. Invariants: a published version's buffer does not change until the
+version after the next is published; a pulled snapshot is handed out only after its digest was verified.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class Snapshots:
         if found != expected:
             self._spare.append(buffer)
             raise DigestMismatch(
-                f"version {version} from {peer}: digest {found[:16]} instead of {expected[:16]}; the owner has published "
-                "newer versions meanwhile, or the bytes were damaged; pull the newest WeightsPublished"
+                f"version {version} from {peer}: digest {found[:16]} instead of {expected[:16]}; the owner has "
+                "published newer versions meanwhile, or the bytes were damaged; pull the newest WeightsPublished"
             )
         return self._keep(Snapshot(version, buffer, tensors, found))
 

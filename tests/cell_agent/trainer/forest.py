@@ -26,7 +26,9 @@ class Sizes:
     vocab: int = VOCAB
 
 
-def write_model(folder: Path, family: str = "qwen3", tied: bool = True, seed: int = 0, sizes: Sizes | None = None) -> Path:
+def write_model(
+    folder: Path, family: str = "qwen3", tied: bool = True, seed: int = 0, sizes: Sizes | None = None
+) -> Path:
     """A random model of a family as a Hugging Face folder."""
     without_torchvision()
     import torch
@@ -77,7 +79,9 @@ def run_config(model: Path, cells: CellsConfig | None = None, **training: object
     )
 
 
-def random_step(name: str, rng: np.random.Generator, trees: int = 3, vocab: int = VOCAB, spread: float = 0.01) -> MicroStep:
+def random_step(
+    name: str, rng: np.random.Generator, trees: int = 3, vocab: int = VOCAB, spread: float = 0.01
+) -> MicroStep:
     """A random forest with shared prefixes, where a token may be trained by several sequences."""
     segments: list[Segment] = []
     tokens: list[int] = []

@@ -30,7 +30,9 @@ def test_every_entry_is_computed_by_one_rank_from_its_parent(seed: int, ranks: i
         assert part.size == len(tokens)
         assert len(part.tokens) * ranks >= len(tokens)
         assert ((part.rows >= 0) & (part.rows < len(part.tokens))).all()
-        found += zip(part.behaviour.tolist(), part.targets[part.entry_row].tolist(), part.sequences.of.tolist(), strict=True)
+        found += zip(
+            part.behaviour.tolist(), part.targets[part.entry_row].tolist(), part.sequences.of.tolist(), strict=True
+        )
     assert sorted(found) == wanted
 
 

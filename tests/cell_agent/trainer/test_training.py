@@ -29,7 +29,8 @@ def batch(reference: Reference, seed: int, count: int = 3) -> list[MicroStep]:
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("llama", False)])
 async def test_gradients_equal_plain_torch(tmp_path: Path, family: str, tied: bool) -> None:
-    """Tree forward, selected logits, loss and backward: 1e-5 of transformers on separate paths (qwen3: test_layouts)."""
+    """Tree forward, selected logits, loss and backward: 1e-5 of transformers on separate paths (qwen3:
+    test_layouts)."""
     model = write_model(tmp_path / "model", family, tied)
     config = run_config(model, **GRADIENT)
     reference = Reference(model, config.training)

@@ -51,7 +51,9 @@ def pull(snapshots: Snapshots, source: Snapshot, address: str, **changed: object
 
 @settings(deadline=None)
 @given(
-    st.dictionaries(st.text("abc.", min_size=1, max_size=8), st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1),
+    st.dictionaries(
+        st.text("abc.", min_size=1, max_size=8), st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1
+    ),
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_manifest_places_tensors_apart_and_aligned(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
