@@ -225,7 +225,7 @@ async def read_frame(reader: asyncio.StreamReader, kind: object) -> protocol.Rep
     size = int.from_bytes(await reader.readexactly(4), "little")
     if size > MAX_FRAME:
         raise TrainerDied(f"a frame of {size} bytes from the trainer: the connection is out of step; launch it again")
-    reply: protocol.Reply = msgspec.msgpack.decode(await reader.readexactly(size), type=kind)  # type: ignore[call-overload]
+    reply: protocol.Reply = msgspec.msgpack.decode(await reader.readexactly(size), type=kind)
     return reply
 
 

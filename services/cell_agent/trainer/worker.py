@@ -158,6 +158,7 @@ def main() -> None:
     die_with_parent()
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s rank {arguments.rank} %(message)s")
+    logging.getLogger("megatron").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore")
     config = msgspec.json.decode(Path(arguments.config).read_bytes(), type=RunConfig)
     cells = config.cells
