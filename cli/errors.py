@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from cli.history import NoSuchRun
+from cli.preflight import NoServer
 from cli.up import NoTasks
 from cli.usage import UsageError
 from deploy.local import RunBusy, RunFailed
+from services.harness.profiles import HarnessMissing
+from services.harness.setup import SetupFailed
 from shared.config_check import ConfigError
 from shared.nats_server import NatsServerMissing
+from shared.sandbox import SandboxMissing
 
-EXPECTED = (NoSuchRun, NoTasks, RunBusy, RunFailed, ConfigError, NatsServerMissing, UsageError)
+EXPECTED = (
+    NoSuchRun,
+    NoTasks,
+    NoServer,
+    RunBusy,
+    RunFailed,
+    ConfigError,
+    HarnessMissing,
+    NatsServerMissing,
+    SandboxMissing,
+    SetupFailed,
+    UsageError,
+)

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from cli import preflight
 from cli.live_view import Display
 from cli.report import print_summary, write_all
 from cli.run_view import RunView
@@ -68,6 +69,7 @@ async def start(config: RunConfig, options: Options) -> int:
     console = Console(stderr=True)
     run = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = (Path(config.runs_dir) / run).resolve()
+    await preflight.check(config, console)
     first = first_event(config, run, folder, console)
     folder.mkdir(parents=True)
     (folder / "run.yaml").write_text(yaml.safe_dump(to_plain(config), sort_keys=False))
@@ -82,6 +84,7 @@ async def start(config: RunConfig, options: Options) -> int:
 async def resume(folder: Path, options: Options) -> int:
     """Go on with a stopped run from the last committed step; what was in flight is redelivered."""
     console = Console(stderr=True)
+    console.print(f"going on with {folder.name}", markup=False)
     config = from_plain(yaml.safe_load((folder / "run.yaml").read_text()))
     async with LocalRun(config, folder.name, folder) as local:
         assert local.bus is not None

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 import yaml
@@ -140,6 +140,8 @@ def _value_problems(value: Any, kind: Any, key: str) -> list[Problem]:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         text = str(error)[0].lower() + str(error)[1:]
+        if get_origin(kind) is Literal:
+            text += f": use one of {', '.join(map(str, get_args(kind)))}"
         return [Problem(key, value, f"has a wrong type or value: {text.replace(' - at `$', ' at `' + key)}")]
     return []
 
