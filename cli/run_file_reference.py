@@ -45,7 +45,8 @@ def _type_text(hint: Any) -> str:
             return "mapping"
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
         return hint.__name__.removesuffix("Config")
-    return {"str": "text", "int": "integer", "float": "number", "bool": "true/false"}.get(hint.__name__, hint.__name__)
+    name = str(hint.__name__)
+    return {"str": "text", "int": "integer", "float": "number", "bool": "true/false"}.get(name, name)
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:

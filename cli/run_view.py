@@ -7,7 +7,9 @@ are all made from it, so they cannot disagree.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from shared import events as ev
 from shared.codec import unpack_ids
@@ -300,7 +302,7 @@ def _exported(view: RunView, event: ev.PolicyExported, now: float) -> None:
     view.policy_path = event.path
 
 
-_HANDLERS = {
+_HANDLERS: dict[type[ev.Event], Callable[[RunView, Any, float], None]] = {
     ev.RunStarted: _run_started,
     ev.RunPhaseChanged: _phase,
     ev.ServiceDied: _service_died,

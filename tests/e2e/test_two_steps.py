@@ -25,9 +25,14 @@ SMALL = {
 
 def gyre(*args: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "cli.main", *args], cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False,
+        [sys.executable, "-m", "cli.main", *args],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
         env=os.environ | {"COLUMNS": "200"},
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.e2e
