@@ -98,6 +98,7 @@ class RunView:
     errors: list[tuple[float, str]] = field(default_factory=list)
     policy_path: str = ""
     micro_steps: dict[str, ev.MicroStepReady] = field(default_factory=dict)
+    losses: dict[str, dict[str, float]] = field(default_factory=dict)
     endings: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def apply(self, event: ev.Event, now: float) -> None:
@@ -230,11 +231,22 @@ def _sealed(view: RunView, event: ev.BatchSealed, now: float) -> None:
 
 def _trained(view: RunView, event: ev.MicroStepTrained, now: float) -> None:
     view.seconds["training"] += event.seconds
+    view.losses[event.micro_step] = event.metrics
+
+
+def _mean_losses(parts: list[dict[str, float]]) -> dict[str, float]:
+    """Means over a batch's micro-steps, weighted by loss entries; counts and the loss itself add up."""
+    entries = sum(p.get("entries", 0.0) for p in parts)
+    out = {"loss": sum(p.get("loss", 0.0) for p in parts), "entries": entries}
+    for key in sorted({k for p in parts for k in p} - {"loss", "entries", "sequences"}):
+        out[key] = sum(p.get(key, 0.0) * p.get("entries", 0.0) for p in parts) / entries if entries else 0.0
+    return out
 
 
 def _committed(view: RunView, event: ev.BatchCommitted, now: float) -> None:
     batch = view.batch(event.batch)
-    batch.committed_at, batch.cells, batch.metrics = now, event.cells, dict(event.metrics)
+    losses = _mean_losses([view.losses.pop(m) for m in event.micro_steps if m in view.losses])
+    batch.committed_at, batch.cells, batch.metrics = now, event.cells, losses | event.metrics
     for name in event.micro_steps:
         ready = view.micro_steps.get(name)
         if ready is not None:

@@ -137,7 +137,7 @@ class CellsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """scheduler: who rolls out, who trains, what is dispatched when."""
 
-    mode: Literal["elastic", "async", "colocate"] = "elastic"
+    mode: Literal["elastic", "async", "colocate", "lookahead"] = "elastic"
     mu: int = 3
     """Training steps per burst (between two weight publications to rollout)."""
     phi: float = 0.5

@@ -17,6 +17,7 @@ import msgspec
 from services.scheduler import batches
 from services.scheduler.actions import OVER, SUPPLY, Actions
 from services.scheduler.handover import release
+from services.scheduler.notes import Notes
 from services.scheduler.policy import Policy, policy_for
 from services.scheduler.state import OFFLINE, TRAINING, Batch, Cell, Settings, State, new_state
 from shared import events as ev
@@ -44,6 +45,8 @@ class SchedulerCore:
             if not isinstance(event, ev.RunStarted):
                 return ()
             self._actions = actions = self._acting_on(new_state(event, _config(event).cells.count))
+            if actions.policy.takes_notes:
+                actions.state.notes = Notes()
             actions.enter("starting")
             _check_settings(actions)
         else:
@@ -52,6 +55,8 @@ class SchedulerCore:
             if handler is None:
                 return ()
             actions.out = []
+            if actions.state.notes is not None:
+                actions.state.notes.now = now
             handler(actions, event)
         actions.advance(now)
         return actions.out
@@ -216,6 +221,8 @@ def _execution_started(a: Actions, event: ev.ExecutionStarted) -> None:
     if execution and not execution.started:
         execution.started = True
         a.state.begun += 1
+        if a.state.notes is not None:
+            execution.started_at = a.state.notes.now
 
 
 def _execution_finished(a: Actions, event: ev.ExecutionFinished) -> None:
@@ -229,6 +236,8 @@ def _execution_finished(a: Actions, event: ev.ExecutionFinished) -> None:
     s.finished += 1
     if execution.evaluation:
         s.eval_running -= 1
+    elif s.notes is not None and execution.started:
+        s.notes.execution_finished(execution.group, s.notes.now - execution.started_at)
 
 
 def _execution_assessed(a: Actions, event: ev.ExecutionAssessed) -> None:
@@ -245,6 +254,8 @@ def _open_batch(a: Actions, number: int) -> Batch | None:
 
 def _group_ready(a: Actions, event: ev.GroupReady) -> None:
     a.state.ready[event.group] = True
+    if a.state.notes is not None:
+        a.state.notes.group_ready(event.group)
 
 
 def _group_assigned(a: Actions, event: ev.GroupAssigned) -> None:
@@ -262,6 +273,8 @@ def _micro_step_trained(a: Actions, event: ev.MicroStepTrained) -> None:
     batch = _open_batch(a, event.batch)
     if batch and event.attempt == batch.attempt and _of(a, event):
         batches.train(batch, event)
+        if a.state.notes is not None:
+            a.state.notes.trained_s += event.seconds
 
 
 def _batch_sealed(a: Actions, event: ev.BatchSealed) -> None:
@@ -278,6 +291,8 @@ def _batch_committed(a: Actions, event: ev.BatchCommitted) -> None:
     s.groups_consumed += batch.groups
     s.version = event.version
     s.burst_batches += 1
+    if s.notes is not None:
+        s.notes.batch_committed(s.outstanding, event.seconds)
     s.batch = None
     if s.cells[0].trainer_ready:
         s.cells[0].trainer_version = event.version

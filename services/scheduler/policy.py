@@ -32,6 +32,11 @@ class Policy(Protocol):
         """Place on the emptiest cell (True) or on the one that leaves rollout last (False)."""
         ...
 
+    @property
+    def takes_notes(self) -> bool:
+        """Whether the core keeps `State.notes` for it."""
+        ...
+
     def groups_to_dispatch(self, s: State) -> int: ...
 
     def supplied(self, s: State) -> bool:
@@ -88,6 +93,7 @@ class Elastic:
 
     settings: Settings
     spread: bool = False
+    takes_notes: bool = False
 
     def groups_to_dispatch(self, s: State) -> int:
         return boundary_dispatch(self.settings, s)
@@ -132,6 +138,7 @@ class Async:
 
     settings: Settings
     spread: bool = True
+    takes_notes: bool = False
 
     def groups_to_dispatch(self, s: State) -> int:
         return boundary_dispatch(self.settings, s)
@@ -158,6 +165,7 @@ class Colocate:
 
     settings: Settings
     spread: bool = True
+    takes_notes: bool = False
 
     def groups_to_dispatch(self, s: State) -> int:
         return boundary_dispatch(self.settings, s)
@@ -181,5 +189,12 @@ class Colocate:
 
 
 def policy_for(settings: Settings) -> Policy:
-    modes: dict[str, Callable[[Settings], Policy]] = {"elastic": Elastic, "async": Async, "colocate": Colocate}
+    from services.scheduler.lookahead import Lookahead  # it builds on this module
+
+    modes: dict[str, Callable[[Settings], Policy]] = {
+        "elastic": Elastic,
+        "async": Async,
+        "colocate": Colocate,
+        "lookahead": Lookahead,
+    }
     return modes[settings.mode](settings)

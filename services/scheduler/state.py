@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from services.scheduler.notes import Notes
 from shared.config import RunConfig
 from shared.events import RunStarted, Sampling
 
@@ -115,6 +116,7 @@ class Execution(msgspec.Struct):
     cell: int = -1  # where room is reserved, or was last; -1 = never placed
     waiting: bool = True
     started: bool = False
+    started_at: float = 0.0  # kept with `State.notes` only
 
 
 class Batch(msgspec.Struct):
@@ -175,6 +177,8 @@ class State(msgspec.Struct):
     ready_cells: int = 0
     live_capacity: int = 0
     hope: int = 0
+
+    notes: Notes | None = None  # of the lookahead policy; None in the other modes
 
     @property
     def waterlevel(self) -> int:

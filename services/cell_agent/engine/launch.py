@@ -25,6 +25,8 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
+from services.cell_agent.engine import cpu_attention
+
 PR_SET_PDEATHSIG = 1
 CPU_SHIMS = Path(__file__).parent / "cpu_shims"
 
@@ -106,6 +108,7 @@ def prepare_cpu(model_path: str) -> object:
     http_server._freeze_gc_after_server_warmup = nothing_to_freeze
     engine.mp = _ForkingMultiprocessing
     engine.Engine._launch_detokenizer_subprocesses = classmethod(no_detokenizer)
+    cpu_attention.install()
     return library
 
 

@@ -1,0 +1,50 @@
+"""What the lookahead policy remembers of a run: how long executions took, what training costs, its plan for the burst.
+
+Invariant: bounded (the last `KEEP` groups), a function of the events seen, and part of the scheduler's state, so that a
+snapshot or a replay decides the same. Only kept when the mode asks for it: the other modes pay nothing.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+KEEP = 192  # finished groups whose durations are kept
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """The schedule of one burst."""
+
+    burst: int = 0
+    mu: int = 0
+    outstanding: int = 0  # groups outstanding after the dispatch at the burst's start
+    forecast_s: float = 0.0  # seconds per step that were expected of it
+
+
+class Notes(msgspec.Struct):
+    now: float = 0.0
+    open: dict[str, list[float]] = {}  # group -> seconds of its finished executions
+    finished: list[list[float]] = []  # of the last KEEP ready groups, oldest first
+    last_finish: dict[str, float] = {}
+    assess_s: float = 0.0  # last execution finished -> group ready, of the last ready group
+    trained_s: float = 0.0  # seconds of micro-steps of all committed batches
+    commit_s: float = 0.0
+    batches: int = 0
+    stale_groups: int = 0  # sum over committed batches of the groups that it left outstanding: each ages by one version
+    plan: Plan = Plan()
+
+    def execution_finished(self, group: str, seconds: float) -> None:
+        self.open.setdefault(group, []).append(seconds)
+        self.last_finish[group] = self.now
+
+    def group_ready(self, group: str) -> None:
+        seconds = self.open.pop(group, [])
+        if seconds:
+            self.finished.append(seconds)
+            self.assess_s = self.now - self.last_finish.pop(group)
+        if len(self.finished) > 2 * KEEP:
+            del self.finished[:-KEEP]
+
+    def batch_committed(self, outstanding: int, seconds: float) -> None:
+        self.batches += 1
+        self.commit_s = seconds
+        self.stale_groups += outstanding
