@@ -31,15 +31,20 @@ SERVICES = {
 
 
 def _overrides(settings: list[str]) -> dict[str, Any]:
-    """`--set a.b=value` with YAML values."""
+    """`--set a.b=value` with values as in the run file."""
     import yaml
+
+    from shared.config_check import parse_value
 
     out: dict[str, Any] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals or not key:
             raise UsageError(f"--set {setting!r}: write it as key=value, e.g. --set training.steps=4")
-        out[key] = yaml.safe_load(value)
+        try:
+            out[key] = parse_value(value)
+        except yaml.YAMLError as error:
+            raise UsageError(f"--set {setting!r}: the value is no YAML: {error}") from error
     return out
 
 

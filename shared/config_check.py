@@ -82,6 +82,11 @@ _FLOAT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+\Z")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
 
 
+def parse_value(text: str) -> Any:
+    """One value as the run file would read it; raises yaml.YAMLError."""
+    return yaml.load(text, Loader=_Loader)  # a SafeLoader
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         plain = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # a SafeLoader
