@@ -44,6 +44,13 @@ pip="$VENV/bin/pip --disable-pip-version-check -q"
 say "installing Python packages (about 4 GB on disk, a few minutes)"
 $pip install -r deploy/requirements/base.txt -c deploy/requirements/constraints.txt
 $pip install --no-deps -r deploy/requirements/no-deps.txt
+# SGLang imports torchvision, whose package is built for CUDA: beside a CPU torch, plain transformers would fail on it.
+# So on such a machine only the engine sees it (services/cell_agent/engine/launch.py).
+if "$VENV/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then
+  $pip install --no-deps --upgrade --target "$VENV/engine-only" -r deploy/requirements/engine-only.txt
+else
+  $pip install --no-deps -r deploy/requirements/engine-only.txt
+fi
 $pip install --no-deps --no-build-isolation -e .
 "$VENV/bin/python" -c 'import torch, msgspec, nats, megatron.core, mooncake.engine' || { say "the environment does not import; see above"; exit 1; }
 echo "$want" > "$stamp"

@@ -29,6 +29,7 @@ from services.cell_agent.engine import cpu_attention
 
 PR_SET_PDEATHSIG = 1
 CPU_SHIMS = Path(__file__).parent / "cpu_shims"
+ENGINE_ONLY = Path(sys.prefix) / "engine-only"  # packages that would break others beside a CPU torch (deploy/setup.sh)
 
 
 def die_with(parent: int) -> None:
@@ -92,7 +93,7 @@ class _ForkingMultiprocessing:
 
 def prepare_cpu(model_path: str) -> object:
     """Everything that must happen on a CPU before SGLang is imported, and the switch to forked children."""
-    sys.path.insert(0, str(CPU_SHIMS))
+    sys.path[:0] = [str(CPU_SHIMS), str(ENGINE_ONLY)]
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(other_model_modules(model_path)))
     library = declare_torchvision_operators()
