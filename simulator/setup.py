@@ -37,7 +37,7 @@ class Setup:
     supply_hold_s: float = 60.0
     to_training_s: float = 8.52
     to_rollout_s: float = 3.46
-    commit_s: float = 30.0
+    commit_s: float = 20.0
     assess_s: float = 60.0
     parts: int = 16  # micro-steps per group
     streamed: bool = True  # False: a batch is handed to training when all its groups are ready

@@ -33,22 +33,58 @@ exec python3 -I -S "$tests/check.py" "$logs/reward.txt" > /dev/null 2>&1
 """
 CHECK_PY = """\
 # Hidden tests: (module, function, arguments, expected result). Writes the fraction that passes to the file argv[1].
+# The submission runs in a child without the expected results; it only sends back what its functions returned. What it
+# prints, writes to the reward file, or leaves running does not count: the parent writes the reward when it is gone.
+import posix
+import select
 import sys
+import time
 
-CASES = {cases}
+LIMIT_S = 5.0
+CALLS = {calls}
+EXPECTED = {expected}
 
-modules, passed = {{}}, 0
-for module, function, arguments, expected in CASES:
-    try:
-        if module not in modules:
-            modules[module] = {{}}
-            with open(module + ".py") as file:
-                exec(compile(file.read(), module, "exec"), modules[module])
-        passed += modules[module][function](*arguments) == expected
-    except BaseException:
-        pass
+
+def results():
+    modules, out = {{}}, []
+    for module, function, arguments in CALLS:
+        try:
+            if module not in modules:
+                modules[module] = {{}}
+                with open(module + ".py") as file:
+                    exec(compile(file.read(), module, "exec"), modules[module])
+            out.append(repr(modules[module][function](*arguments)))
+        except BaseException:
+            out.append("")
+    return out
+
+
+reading, writing = posix.pipe()
+child = posix.fork()
+if child == 0:
+    EXPECTED.clear()
+    posix.close(reading)
+    posix.setpgid(0, 0)
+    sent = "\\0".join(text.replace("\\0", "") for text in results()).encode()
+    while sent:
+        sent = sent[posix.write(writing, sent) :]
+    posix._exit(0)
+posix.close(writing)
+data, deadline = b"", time.monotonic() + LIMIT_S
+while select.select([reading], [], [], max(0.0, deadline - time.monotonic()))[0]:
+    chunk = posix.read(reading, 65536)
+    if not chunk:
+        break
+    data += chunk
+try:
+    posix.killpg(child, 9)
+except OSError:
+    pass
+posix.waitpid(child, 0)
+got = data.decode("utf-8", "replace").split("\\0")
+passed = sum(g == repr(e) for g, e in zip(got, EXPECTED)) if len(got) == len(EXPECTED) else 0
 with open(sys.argv[1], "w") as file:
-    file.write("%.6f\\n" % (passed / len(CASES)))
+    file.write("%.6f\\n" % (passed / len(EXPECTED)))
 """
 TASK_TOML = """\
 version = "1.0"
@@ -66,16 +102,20 @@ timeout_sec = 120.0
 """
 
 
+def _listing(items: list[object]) -> str:
+    return "[\n" + "".join(f"    {item!r},\n" for item in items) + "]"
+
+
 def task_files(task: Task) -> dict[str, str]:
     """The task folder's files, by path."""
-    cases = [(c.module, c.function, list(c.arguments), c.expected) for c in task.checks]
-    listing = "[\n" + "".join(f"    {case!r},\n" for case in cases) + "]"
+    calls = _listing([(c.module, c.function, list(c.arguments)) for c in task.checks])
+    expected = _listing([c.expected for c in task.checks])
     files = {
         "task.toml": TASK_TOML.format(kind=task.kind, seed=task.seed, split=task.split),
         "instruction.md": task.instruction + "\n",
         "environment/Dockerfile": DOCKERFILE,
         "tests/test.sh": TEST_SH,
-        "tests/check.py": CHECK_PY.format(cases=listing),
+        "tests/check.py": CHECK_PY.format(calls=calls, expected=expected),
     }
     return files | {f"environment/workspace/{path}": text for path, text in task.workspace.items()}
 
