@@ -104,6 +104,14 @@ def draw_reward(view: RunView, folder: Path) -> Path:
     return path
 
 
+def _level_limit(view: RunView) -> int:
+    """Highest waterlevel or capacity of the training phase: evaluations queue far more and would flatten the rest."""
+    start = next((t for t, p in view.phases if p == "training"), view.started_at)
+    end = next((t for t, p in view.phases if p == "eval_after"), view.now)
+    levels = [w for t, w in [*view.waterlevel, *view.capacity] if start < t < end]
+    return max([*levels, *(c for _, c in view.capacity), 1])
+
+
 def draw_roles(view: RunView, folder: Path) -> Path:
     """Role of every cell over time, with the waterlevel and the serving capacity above."""
     import matplotlib
@@ -121,6 +129,7 @@ def draw_roles(view: RunView, folder: Path) -> Path:
         [t - t0 for t, _ in view.capacity], [c for _, c in view.capacity], where="post", color="#d1495b", lw=1, ls="--"
     )
     top.legend(["waterlevel (dispatched - finished)", "serving capacity"], fontsize=8, loc="upper right")
+    top.set_ylim(0, _level_limit(view) * 1.15)
     top.set(ylabel="executions", title=f"{view.run} ({view.mode}): waterlevel and cell roles")
     for batch in view.committed:
         bottom.axvline(batch.committed_at - t0, color="#000000", lw=0.4, alpha=0.35)

@@ -31,49 +31,38 @@ VOCABULARY = 896
 
 # Qwen3's conversation format without thinking, as its own template and the renderers package write it.
 CHAT_TEMPLATE = """\
-{%- set first = messages[0] if messages and messages[0].role == 'system' -%}
+{%- set first = messages[0].content if messages and messages[0].role == 'system' else none -%}
 {%- if tools -%}
-<|im_start|>system
-{{ first.content ~ '\\n\\n' if first else '' }}# Tools
-
-You may call one or more functions to assist with the user query.
-
-You are provided with function signatures within <tools></tools> XML tags:
-<tools>
-{%- for tool in tools %}
-{{ tool | tojson }}
-{%- endfor %}
-</tools>
-
-For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
-<tool_call>
-{"name": <function-name>, "arguments": <args-json-object>}
-</tool_call><|im_end|>
-{{ '' }}
-{%- elif first -%}
-<|im_start|>system
-{{ first.content }}<|im_end|>
-{{ '' }}
+{{- '<|im_start|>system\\n' ~ (first ~ '\\n\\n' if first is not none else '') -}}
+{{- '# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n' -}}
+{{- 'You are provided with function signatures within <tools></tools> XML tags:\\n<tools>' -}}
+{%- for tool in tools -%}{{- '\\n' ~ (tool | tojson) -}}{%- endfor -%}
+{{- '\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments ' -}}
+{{- 'within <tool_call></tool_call> XML tags:\\n<tool_call>\\n' -}}
+{{- '{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call><|im_end|>\\n' -}}
+{%- elif first is not none -%}
+{{- '<|im_start|>system\\n' ~ first ~ '<|im_end|>\\n' -}}
 {%- endif -%}
 {%- for message in messages -%}
 {%- if message.role == 'tool' -%}
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif -%}
-{{ '\\n<tool_response>\\n' ~ message.content ~ '\\n</tool_response>' }}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif -%}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
+{{- '\\n<tool_response>\\n' ~ message.content ~ '\\n</tool_response>' -}}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{- '<|im_end|>\\n' -}}{%- endif -%}
 {%- elif message.role == 'assistant' -%}
-{{ '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' ~ (message.content or '') }}
+{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' ~ (message.content or '') -}}
 {%- for call in message.tool_calls or [] -%}
 {%- set function = call.function or call -%}
-{{ '\\n' if message.content or not loop.first else '' -}}
-{{ '<tool_call>\\n{"name": "' ~ function.name ~ '", "arguments": ' }}
-{{- function.arguments if function.arguments is string else function.arguments | tojson }}{{ '}\\n</tool_call>' }}
+{{- '\\n' if message.content or not loop.first else '' -}}
+{{- '<tool_call>\\n{"name": "' ~ function.name ~ '", "arguments": ' -}}
+{{- function.arguments if function.arguments is string else (function.arguments | tojson) -}}
+{{- '}\\n</tool_call>' -}}
 {%- endfor -%}
-{{ '<|im_end|>\\n' }}
+{{- '<|im_end|>\\n' -}}
 {%- elif message.role == 'user' or not loop.first -%}
-{{ '<|im_start|>' ~ message.role ~ '\\n' ~ message.content ~ '<|im_end|>\\n' }}
+{{- '<|im_start|>' ~ message.role ~ '\\n' ~ message.content ~ '<|im_end|>\\n' -}}
 {%- endif -%}
 {%- endfor -%}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' }}{% endif -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' -}}{%- endif -%}
 """
 
 
