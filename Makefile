@@ -4,7 +4,7 @@ VENV ?= .venv
 GYRE := $(VENV)/bin/gyre
 PY := $(VENV)/bin/python
 
-.PHONY: setup demo test lint format tasks clean
+.PHONY: setup demo test harnesses lint format tasks clean
 
 setup:
 	@./deploy/setup.sh
@@ -17,6 +17,10 @@ demo: tasks
 
 test: tasks
 	@$(PY) -m pytest $(ARGS)
+
+# The harness programs that tests/harnesses runs (Node.js 20 for all but mini-swe-agent); without them those tests skip.
+harnesses: setup
+	@./deploy/harnesses.sh $(ARGS)
 
 lint: setup
 	@$(VENV)/bin/ruff check .

@@ -35,9 +35,9 @@ class Timed:
 
     def feed(self, event: ev.Event) -> list[ev.Event]:
         self.now += 0.001
-        begin = time.perf_counter()
+        begin = time.process_time()
         effects = self.core.handle(event, self.now)
-        self.seconds += time.perf_counter() - begin
+        self.seconds += time.process_time() - begin
         published = [e.event for e in effects if isinstance(e, Publish)]
         self.events += 1 + len(published)
         self.placed.extend(e for e in published if isinstance(e, ev.ExecutionPlaced))

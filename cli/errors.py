@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cli.history import NoSuchRun
-from cli.preflight import NoServer
+from cli.preflight import NoServer, PortTaken
 from cli.up import NoTasks
 from cli.usage import UsageError
 from deploy.local import RunBusy, RunFailed
@@ -17,6 +17,7 @@ EXPECTED = (
     NoSuchRun,
     NoTasks,
     NoServer,
+    PortTaken,
     RunBusy,
     RunFailed,
     ConfigError,

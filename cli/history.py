@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -28,11 +29,21 @@ def find_run(run: str, runs_dir: Path = Path("runs")) -> Path:
     raise NoSuchRun(f"no run {run!r} in {runs_dir.resolve()} (newest known: {known})")
 
 
+def is_driven(folder: Path) -> bool:
+    """Whether a `gyre up` holds the run; one that was killed leaves its nats.url behind, but not its lock."""
+    with open(folder / "lock", "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
 @asynccontextmanager
 async def open_stream(folder: Path) -> AsyncIterator[Bus]:
     """A connection to the run's stream. A live run's server is used; else one is started on the run's files."""
     url_file = folder / "nats.url"
-    if url_file.exists():
+    if url_file.exists() and is_driven(folder):
         bus = await Bus.connect(url_file.read_text().strip(), folder.name, "control")
         try:
             yield bus

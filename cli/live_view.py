@@ -128,6 +128,8 @@ class Display:
 
     def refresh(self) -> None:
         now = self.clock()
+        if not self.view.run:
+            return  # the run's first event has not been read yet
         if self.live:
             self.live.update(render(self.view, now), refresh=True)
             return

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cli import simulate as simulator_commands
 from cli.usage import UsageError
 
 app = typer.Typer(
@@ -51,7 +52,7 @@ def _overrides(settings: list[str]) -> dict[str, Any]:
 @app.command()
 def up(
     run_file: Annotated[Path | None, typer.Argument(help="The run file (YAML).")] = None,
-    mode: Annotated[str | None, typer.Option(help="elastic, async or colocate (instead of the run file's).")] = None,
+    mode: Annotated[str | None, typer.Option(help="elastic, async, colocate, lookahead; else the run file's.")] = None,
     steps: Annotated[int | None, typer.Option(help="Training steps (instead of the run file's).")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed (instead of the run file's).")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any run-file key: --set key.sub=value.")] = None,
@@ -209,6 +210,9 @@ def run_file_reference() -> None:
 
     print(reference(), end="")
 
+
+app.command("simulate")(simulator_commands.simulate)
+app.command("plan")(simulator_commands.plan)
 
 example = typer.Typer(no_args_is_help=True, help="The example: tasks and warm-started policy.")
 app.add_typer(example, name="example")

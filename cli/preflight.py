@@ -6,6 +6,7 @@ Invariant: nothing of the run has been made when one of these refuses; what can 
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import tempfile
 from pathlib import Path
@@ -25,11 +26,16 @@ class NoServer(RuntimeError):
     """The NATS server that the run file names does not answer."""
 
 
+class PortTaken(RuntimeError):
+    """The port that the run file gives the proxy belongs to somebody else."""
+
+
 async def check(config: RunConfig, console: Console) -> None:
     """Raises SandboxMissing, HarnessMissing, SetupFailed or NoServer, each with the fix."""
     with tempfile.TemporaryDirectory(prefix="gyre-preflight-") as scratch:
         await find(Path(scratch))
     _harness(config, console)
+    _port(config.proxy.port)
     if config.bus.url:
         try:
             bus = await asyncio.wait_for(Bus.connect(config.bus.url, "preflight", "control"), REACH_S)
@@ -38,6 +44,16 @@ async def check(config: RunConfig, console: Console) -> None:
                 f"bus.url {config.bus.url} did not answer in {REACH_S:.0f} s: start it, or leave bus.url out"
             ) from error
         await bus.close()
+
+
+def _port(port: int) -> None:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise PortTaken(
+                f"proxy.port {port} cannot be used ({error.strerror}): free it, or leave proxy.port at 0"
+            ) from error
 
 
 def _harness(config: RunConfig, console: Console) -> None:

@@ -92,11 +92,16 @@ class RunView:
     tokens_discarded: int = 0
     engine_tokens: dict[str, int] = field(default_factory=dict)
     calls: int = 0
+    calls_cut: int = 0
+    calls_adopted: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by outcome
+    page_tokens: int = 0  # that moved calls found computed where they went on
     call_times: list[tuple[float, int]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     role_switches: int = 0
     errors: list[tuple[float, str]] = field(default_factory=list)
     policy_path: str = ""
+    failed_starts: dict[int, int] = field(default_factory=dict)  # cell -> failures since it last stood
+    failure_log: str = ""
     micro_steps: dict[str, ev.MicroStepReady] = field(default_factory=dict)
     losses: dict[str, dict[str, float]] = field(default_factory=dict)
     endings: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -276,6 +281,7 @@ def _cell_started(view: RunView, event: ev.CellStarted, now: float) -> None:
 def _engine_ready(view: RunView, event: ev.CellEngineReady, now: float) -> None:
     cell = view.cell(event.cell)
     cell.capacity, cell.version = event.capacity, event.version
+    view.failed_starts.pop(event.cell, None)
     view.note_levels(now)
 
 
@@ -285,7 +291,10 @@ def _refitted(view: RunView, event: ev.CellRefitted, now: float) -> None:
 
 
 def _cell_failed(view: RunView, event: ev.CellFailed, now: float) -> None:
-    view.error(now, f"cell {event.cell} {event.part}: {event.reason}")
+    last = [line for line in event.log_tail.splitlines() if line.strip()][-3:]
+    view.error(now, "\n".join([f"cell {event.cell} {event.part}: {event.reason}", *last]))
+    view.failed_starts[event.cell] = view.failed_starts.get(event.cell, 0) + 1
+    view.failure_log = event.log_tail
 
 
 def _counted(view: RunView, event: ev.EngineCounted, now: float) -> None:
@@ -299,6 +308,15 @@ def _recorded(view: RunView, event: ev.ModelCallRecorded, now: float) -> None:
     view.tokens_discarded += tokens if event.discarded else 0
     view.seconds["model_calls"] += event.seconds
     view.call_times.append((now, tokens))
+
+
+def _cut(view: RunView, event: ev.CallCut, now: float) -> None:
+    view.calls_cut += 1
+
+
+def _adopted(view: RunView, event: ev.CallAdopted, now: float) -> None:
+    view.calls_adopted[event.outcome] += 1
+    view.page_tokens += event.tokens_from_pages
 
 
 def _refused(view: RunView, event: ev.ModelCallRefused, now: float) -> None:
@@ -337,6 +355,8 @@ _HANDLERS: dict[type[ev.Event], Callable[[RunView, Any, float], None]] = {
     ev.EngineCounted: _counted,
     ev.ModelCallRecorded: _recorded,
     ev.ModelCallRefused: _refused,
+    ev.CallCut: _cut,
+    ev.CallAdopted: _adopted,
     ev.DeadLetter: _dead,
     ev.PolicyExported: _exported,
 }

@@ -27,6 +27,7 @@ from shared.events import RunPhaseChanged, RunResumed, RunStarted, StopRequested
 from shared.tasks import load_folder
 
 EXPORT_GRACE_S = 60.0
+HOPELESS_STARTS = 2
 
 
 class NoTasks(ValueError):
@@ -113,6 +114,7 @@ async def _drive(local: LocalRun, options: Options, console: Console) -> int:
             while not (interrupted.is_set() or local.failed or _over(view)):
                 if reader.done():
                     reader.result()
+                local.failed = local.failed or _hopeless(view)
                 await asyncio.sleep(0.3)
                 display.refresh()
     finally:
@@ -126,6 +128,14 @@ async def _drive(local: LocalRun, options: Options, console: Console) -> int:
     summary = summarize(view, wall_s=time.monotonic() - started, peak_rss_bytes=local.peak_rss)
     files = write_all(view, summary, local.folder)
     return _say(local, view, summary, files, options, console, interrupted=interrupted.is_set())
+
+
+def _hopeless(view: RunView) -> str | None:
+    """A cell that keeps failing before the run has begun will not get up: say why, with its log."""
+    bad = [cell for cell, count in view.failed_starts.items() if count >= HOPELESS_STARTS]
+    if view.phase != "starting" or not bad:
+        return None
+    return f"cell {bad[0]} failed {HOPELESS_STARTS} starts. Its log ends:\n{view.failure_log}"
 
 
 def _over(view: RunView) -> bool:

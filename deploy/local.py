@@ -29,7 +29,8 @@ from shared.nats_server import NatsServer, start_server
 
 RESTARTS = 5  # a service that dies more often than this ...
 WINDOW_S = 180.0  # ... within this time is given up, and the run with it
-STOP_S = 12.0
+STOP_S = 12.0  # twice: for all but the cell agents, then for these
+AGENT = "cell-agent"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -173,19 +174,19 @@ class LocalRun:
             await asyncio.sleep(1.0)
 
     async def stop_services(self) -> None:
-        """SIGTERM to all, then SIGKILL to what is left after a while; also to whatever they started."""
+        """SIGTERM to all, then SIGKILL to what is left after a while; also to whatever they started.
+
+        Cell agents come last: until their engines end, proxies can record what those generated."""
         self.stopping = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        live = [s.process for s in self.services.values() if s.process is not None]
+        running = {n: s.process for n, s in self.services.items() if s.process is not None}
+        live = list(running.values())
         families = [psutil.Process(p.pid).children(recursive=True) for p in live if p.poll() is None]
-        for process in live:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-        deadline = time.monotonic() + STOP_S
-        while time.monotonic() < deadline and any(p.poll() is None for p in live):
-            await asyncio.sleep(0.05)
+        agents = {name for name in running if name.startswith(AGENT)}
+        for names in (running.keys() - agents, agents):
+            await _terminate([running[name] for name in names])
         for process in live:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -205,3 +206,13 @@ class LocalRun:
             (self.folder / "nats.url").unlink()
         if self._lock is not None:
             self._lock.close()
+
+
+async def _terminate(processes: list[subprocess.Popen[bytes]]) -> None:
+    """SIGTERM, and up to STOP_S for them to end."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+    deadline = time.monotonic() + STOP_S
+    while time.monotonic() < deadline and any(p.poll() is None for p in processes):
+        await asyncio.sleep(0.05)

@@ -40,7 +40,7 @@ if [ -n "$packages" ]; then
 fi
 
 [ -x "$VENV/bin/python" ] || { say "creating $VENV"; "$PYTHON" -m venv "$VENV"; }
-pip="$VENV/bin/pip --disable-pip-version-check -q"
+pip="$VENV/bin/pip --disable-pip-version-check -qq"
 say "installing Python packages (about 4 GB on disk, a few minutes)"
 $pip install -r deploy/requirements/base.txt -c deploy/requirements/constraints.txt
 $pip install --no-deps -r deploy/requirements/no-deps.txt
@@ -52,6 +52,6 @@ else
   $pip install --no-deps -r deploy/requirements/engine-only.txt
 fi
 $pip install --no-deps --no-build-isolation -e .
-"$VENV/bin/python" -c 'import torch, msgspec, nats, megatron.core, mooncake.engine' || { say "the environment does not import; see above"; exit 1; }
+"$VENV/bin/python" -W ignore -c 'import torch, msgspec, nats, megatron.core, mooncake.engine' || { say "the environment does not import; see above"; exit 1; }
 echo "$want" > "$stamp"
 say "done in $(( $(date +%s) - started )) s"

@@ -125,12 +125,20 @@ class CellsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     device: Literal["auto", "cpu", "cuda"] = "auto"
     engine_tokens: int = 65536
     """KV slots of one engine, in tokens (0: let the engine decide, on a GPU)."""
-    engine_page: int = 1
-    """KV page size in tokens."""
+    engine_page: int = 16
+    """KV page size in tokens. Smaller pages share more of common prefixes; below 16 calls move without pages."""
     engine_args: tuple[str, ...] = ()
     """Additional SGLang server arguments."""
     threads: int = 1
     """CPU threads of each engine and training process."""
+    handover: Literal["live", "recompute", "drain"] = "live"
+    """What a cell that leaves rollout does with its live model calls: live = they are cut at once and go on at another
+    cell, with their KV pages (the harness notices nothing); recompute = the same without pages, each prefix is computed
+    again there; drain = the cell waits until they have ended."""
+    handover_timeout_s: float = 5.0
+    """A moved call waits so long for its KV pages at the other cell; then its prefix is computed again there."""
+    handover_hold_s: float = 15.0
+    """A leaving cell keeps the KV pages of a moved call so long for the other cell; must exceed handover_timeout_s."""
     start_timeout_s: float = 300.0
 
 

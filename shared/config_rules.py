@@ -37,6 +37,8 @@ POSITIVE = (
     "cells.engine_page",
     "cells.threads",
     "cells.start_timeout_s",
+    "cells.handover_timeout_s",
+    "cells.handover_hold_s",
     "scheduler.mu",
     "scheduler.groups_per_batch",
     "scheduler.executions_per_group",
@@ -97,6 +99,9 @@ def _ranges(config: RunConfig) -> Iterator[Found]:
             yield key, _get(config, key), "must be a port: 0 to 65535"
     if config.sampling.top_p > 1:
         yield "sampling.top_p", config.sampling.top_p, "must be at most 1"
+    if config.cells.handover_hold_s <= config.cells.handover_timeout_s:
+        fix = f"must exceed cells.handover_timeout_s = {config.cells.handover_timeout_s:g}, in which pages are read"
+        yield "cells.handover_hold_s", config.cells.handover_hold_s, fix
     if config.scheduler.supply_fraction > 1:
         yield "scheduler.supply_fraction", config.scheduler.supply_fraction, "is a fraction of a batch: at most 1"
     if not ids.TOKEN.match(config.name):
@@ -228,11 +233,12 @@ def _scheduler(config: RunConfig) -> Iterator[Found]:
     if plan.executions_per_group > capacity:
         fix = f"one group alone exceeds the {capacity} executions that the rollout cells serve: at most {capacity}"
         yield "scheduler.executions_per_group", plan.executions_per_group, fix
-    elif batch > capacity:
+    elif batch > cells.count * cells.capacity:  # with fewer cells in rollout (mode async) executions queue
+        capacity = cells.count * cells.capacity
         fix = (
             f"a batch is {plan.groups_per_batch} groups x {plan.executions_per_group} executions = {batch}, beyond the "
-            f"{capacity} that {rollout} rollout cells x cells.capacity = {cells.capacity} serve at once: use at most "
-            f"{capacity // plan.executions_per_group} groups, or raise cells.capacity to {-(-batch // rollout)}"
+            f"{capacity} that {cells.count} cells x cells.capacity = {cells.capacity} serve at once: use at most "
+            f"{capacity // plan.executions_per_group} groups, or raise cells.capacity to {-(-batch // cells.count)}"
         )
         yield "scheduler.groups_per_batch", plan.groups_per_batch, fix
 

@@ -266,15 +266,81 @@ class CellRoleChanged(Event, frozen=True, kw_only=True, tag="cell_role_changed")
 
 
 class CellDrained(Event, frozen=True, kw_only=True, tag="cell_drained"):
-    """cell_agent. No call is live in the cell's engine any more, as the role order `order` asked."""
+    """cell_agent. No call is live in the cell's engine any more, as the role order `order` asked; `calls` were cut."""
 
     cell: int
     incarnation: str
     order: int
     seconds: float
+    calls: int = 0
 
     def entity(self) -> str:
         return f"cell{self.cell}"
+
+
+class CallCut(Event, frozen=True, kw_only=True, tag="call_cut"):
+    """cell_agent (source). Its cell leaves rollout, so it cut the live call; the proxy goes on with it at `to_cell`.
+
+    `rid` names the call at the engine (ids.request_id). to_cell -1: its execution was not moved (it is over). With
+    `lease` the engine at `engine` holds the KV pages of the call's first `tokens` tokens still until the destination
+    acknowledges, for `hold_s` at most; the description of the pages is `pages`, above a threshold `pages_blob`."""
+
+    rid: str
+    call: str
+    execution: str
+    from_cell: int
+    to_cell: int
+    incarnation: str
+    order: int
+    lease: str = ""
+    engine: str = ""
+    tokens: int = 0
+    hold_s: float = 0.0
+    pages: bytes = b""
+    pages_blob: BlobRef | None = None
+    seconds: float = 0.0  # from the decision to cut until the call had stopped or its pages were pinned
+
+    def entity(self) -> str:
+        return self.execution
+
+
+class CallAdopted(Event, frozen=True, kw_only=True, tag="call_adopted"):
+    """cell_agent (destination). How a call that was cut goes on here.
+
+    outcome: pages (`tokens_from_pages` tokens need not be computed again), recompute (no pages were offered, or
+    computing is faster), failed (the pages did not come; `detail` tells why; they are computed again)."""
+
+    rid: str
+    call: str
+    execution: str
+    cell: int
+    incarnation: str
+    lease: str
+    outcome: str
+    tokens_from_pages: int = 0
+    seconds: float = 0.0
+    extra_key: str = ""  # the call must send it to find its pages
+    detail: str = ""
+
+    def entity(self) -> str:
+        return self.execution
+
+
+class CallReleased(Event, frozen=True, kw_only=True, tag="call_released"):
+    """cell_agent (source). The pages of `lease` are pinned no longer. Exactly one per CallCut with a lease.
+
+    outcome: adopted, unneeded or failed (the destination said so), expired (it said nothing in time), lost (this cell
+    failed)."""
+
+    rid: str
+    execution: str
+    cell: int
+    incarnation: str
+    lease: str
+    outcome: str
+
+    def entity(self) -> str:
+        return self.execution
 
 
 class CellRefitted(Event, frozen=True, kw_only=True, tag="cell_refitted"):
@@ -478,6 +544,33 @@ class ModelCallRecorded(Event, frozen=True, kw_only=True, tag="model_call_record
     queued_s: float = 0.0
     seconds: float = 0.0
     dialect: str = ""
+    delivered: int = -1  # with a stop sequence: so many output tokens lie before it, and only these are continued
+
+    def entity(self) -> str:
+        return self.execution
+
+
+class ModelCallMarked(Event, frozen=True, kw_only=True, tag="model_call_marked"):
+    """proxy. Corrects `discarded` of a recorded call: its reply reached a retry after all, or was lost on the way."""
+
+    call: str
+    execution: str
+    attempt: int
+    discarded: bool
+
+    def entity(self) -> str:
+        return self.execution
+
+
+class ModelCallUnclassified(Event, frozen=True, kw_only=True, tag="model_call_unclassified"):
+    """proxy. A call fits no rule of its harness's profile and is recorded as `call_class`. Published once per harness
+    and fingerprint, so that somebody writes the missing rule."""
+
+    call: str
+    execution: str
+    harness: str
+    call_class: str
+    fingerprint: str  # tool names, headers that name an agent, beginnings of the first system and the last user text
 
     def entity(self) -> str:
         return self.execution

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 TOKEN = re.compile(r"[A-Za-z0-9_-]+\Z")
+_REQUEST = re.compile(r"((.+x\d+)a\d+c\d+(?:p[A-Za-z0-9]+)?)-\d+\Z")
 
 SERVICES = ("control", "scheduler", "cell_agent", "proxy", "trajectory", "evaluator", "harness")
 
@@ -39,6 +40,17 @@ def execution_id(group: str, index: int) -> str:
 
 def call_id(execution: str, attempt: int, number: int) -> str:
     return f"{execution}a{attempt}c{number:04d}"
+
+
+def request_id(call: str, tries: int) -> str:
+    """The id under which an engine knows one try of a call."""
+    return f"{call}-{tries}"
+
+
+def call_of(request: str) -> tuple[str, str] | None:
+    """(call, execution) of an engine's request; None if it is no call of ours (a health check, say)."""
+    found = _REQUEST.match(request)
+    return (found[1], found[2]) if found else None
 
 
 def batch_token(batch: int) -> str:

@@ -122,6 +122,11 @@ class Tree:
             discarded=record.discarded,
         )
 
+    def mark(self, call: str, attempt: int, *, discarded: bool) -> None:
+        """Correct whether the harness got the call's reply (ModelCallMarked); unknown calls change nothing."""
+        if attempt == self.attempt and call in self.nodes:
+            self.nodes[call].discarded = discarded
+
     def path(self, call: str) -> list[Node]:
         """Nodes from the root's child down to `call`."""
         nodes = []

@@ -14,8 +14,8 @@ ROLLOUT, DRAINING, JOINING, TRAINING, RETURNING = "rollout", "draining", "joinin
 
 class SimCell:
     __slots__ = (
-        "at", "busy_until", "clock", "heap", "index", "joined", "limit", "order", "rate", "role", "running", "scheduled",
-        "stamp", "trained_s", "version",
+        "at", "busy_until", "clock", "heap", "index", "joined", "limit", "order", "rate", "role", "running",
+        "scheduled", "since", "stamp", "trained_s", "version",
     )  # fmt: skip
 
     def __init__(self, index: int, limit: float) -> None:
@@ -23,6 +23,7 @@ class SimCell:
         self.limit = limit  # executions that progress at full speed
         self.role = ROLLOUT
         self.order = 0
+        self.since = 0.0  # when it took its role
         self.version = 0
         self.joined: tuple[int, int] | None = None
         self.busy_until = -1.0  # end of the micro-step in work, -1 = idle

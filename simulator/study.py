@@ -13,9 +13,10 @@ from typing import Any
 from services.scheduler.policy import Policy, policy_for
 from services.scheduler.state import Settings
 from simulator.presets import Preset, preset, schedule
+from simulator.recorded import Recording
 from simulator.results import Result
 from simulator.setup import Setup
-from simulator.variants import Coarse, PooledColocate
+from simulator.variants import Coarse
 from simulator.world import World
 
 MODES = ("elastic", "async", "colocate", "lookahead")
@@ -34,7 +35,7 @@ class Mean:
     training_cells: int  # of the split, where there is one
 
     def plain(self) -> dict[str, float]:
-        return {key: round(value, 5) for key, value in vars(self).items() if key != "training_cells" or value}
+        return {key: round(value, 7) for key, value in vars(self).items() if key != "training_cells" or value}
 
 
 def mean(results: Sequence[Result], split: int = 0) -> Mean:
@@ -42,7 +43,7 @@ def mean(results: Sequence[Result], split: int = 0) -> Mean:
         return float(sum(getattr(r, name) for r in results) / len(results))
 
     names = ("hours_per_step", "hours_total", "mean_staleness", "rollout_idle", "train_idle")
-    return Mean(*(average(name) for name in names), training_cells=split)
+    return Mean(**{name: average(name) for name in names}, training_cells=split)
 
 
 def run(setup: Setup, seeds: Iterable[int], make_policy: MakePolicy = policy_for) -> list[Result]:
@@ -85,9 +86,7 @@ def floor_hours(setup: Setup, staleness: float) -> float:
     return latency / (staleness + 1)
 
 
-def compare(
-    name: str, setup: Setup, staleness: float, modes: Sequence[str], seeds: Sequence[int]
-) -> dict[str, Any]:
+def compare(name: str, setup: Setup, staleness: float, modes: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
     """The JSON object of `gyre simulate`."""
     means = {mode: run_mode(setup, mode, staleness, seeds)[0] for mode in modes}
     floor = floor_hours(setup, staleness)
@@ -104,7 +103,26 @@ def compare(
     if "elastic" in means and "lookahead" in means:
         ratio = means["elastic"].hours_per_step / means["lookahead"].hours_per_step
         plain["lookahead_speedup_vs_elastic"] = round(ratio, 5)
-    plain["floor_hours_per_step"] = round(floor, 5)
+    plain["floor_hours_per_step"] = round(floor, 7)
+    return plain
+
+
+def compare_recorded(name: str, recording: Recording, modes: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
+    """A recorded run against its own simulation, and what the other modes would have done at the same staleness."""
+    setup = recording.setup()
+    own = mean(run(setup, seeds))
+    plain = compare(name, setup, setup.staleness, modes, seeds)
+    measured = recording.hours_per_step
+    plain["measured"] = {
+        "mode": setup.mode,
+        "hours_per_step": measured,
+        "mean_staleness": round(sum(recording.staleness) / len(recording.staleness), 5),
+        "simulated_hours_per_step": round(own.hours_per_step, 7),
+        "simulated_staleness": round(own.mean_staleness, 5),
+        "error_percent": round(100 * (own.hours_per_step / measured - 1), 2),
+    }
+    names = ("steps", "train_work_h", "parts", "commit_s", "assess_s", "to_training_s", "to_rollout_s", "capacity")
+    plain["calibration"] = {key: round(float(getattr(setup, key)), 6) for key in names}
     return plain
 
 
@@ -126,7 +144,7 @@ def published_rows(p: Preset, results: dict[float, dict[str, Any]]) -> list[dict
     return rows
 
 
-# -------------------------------------------------------------------------------------------------------------- ablation
+# ------------------------------------------------------------------------------------------------------------ ablation
 
 
 @dataclass(frozen=True)
@@ -141,8 +159,8 @@ ROWS = (
     Row("streaming added to Async", -11.6, "async", "async_streamed"),
     Row("Async: one node group moved from training to rollout", 7.7, "async_streamed", "async_moved"),
     Row("Async: longer bursts (mu 3, phi 0.5)", 29.9, "async_streamed", "async_long"),
-    Row("standalone rollout cells added to Colocate", -2.9, "colocate", "colocate_standalone"),
-    Row("coarse switching instead of eight independent cells", 19.0, "elastic", "coarse"),
+    Row("Colocate: half of the cells standalone rollout cells", -2.9, "colocate", "colocate_standalone"),
+    Row("half of the cells switching together instead of eight independent ones", 19.0, "elastic", "coarse"),
     Row("8-node cells instead of 4-node cells", 2.2, "elastic", "big_cells"),
     Row("one step per burst (mu 1, phi 1.5)", 10.9, "elastic", "one_step"),
     Row("equivalent streamed Async against one step per burst", 24.0, "one_step", "async_streamed"),
@@ -182,31 +200,30 @@ def _ablation_hours(elastic: Setup, seeds: Sequence[int]) -> tuple[dict[str, flo
 
     one_step = replace(elastic, mu=1, phi=1.5)
     baseline = schedule(elastic, "async", 1.5)
-    split = best_split(baseline, seeds[0])
+    split = best_split(replace(baseline, streamed=True), seeds[0])  # of the streamed variant, in all Async rows
     baseline = replace(baseline, async_cells=split)
     streamed = replace(baseline, streamed=True)
     colocate = schedule(elastic, "colocate", 1.5)
-    pools = range(elastic.cells // 2, elastic.cells)
-    standalone = {p: total(colocate, lambda s, p=p: PooledColocate(s, pool=p)) for p in pools}  # type: ignore[misc]
-    coarse = {p: total(elastic, lambda s, p=p: Coarse(s, pool=p)) for p in pools}  # type: ignore[misc]
+    pool = elastic.cells // 2
+
+    def coarse(settings: Settings) -> Coarse:
+        return Coarse(settings, pool=pool)
+
     hours = {
         "elastic": total(elastic),
         "lookahead": total(replace(elastic, mode="lookahead")),
         "one_step": total(one_step),
         "big_cells": total(
-            replace(elastic, cells=elastic.cells // 2, capacity=2 * elastic.capacity, train_work_h=elastic.train_work_h / 2)
+            replace(
+                elastic, cells=elastic.cells // 2, capacity=2 * elastic.capacity, train_work_h=elastic.train_work_h / 2
+            )
         ),
         "async": total(baseline),
         "async_streamed": total(streamed),
         "async_moved": total(replace(streamed, async_cells=max(1, split - 1))),
         "async_long": total(replace(streamed, mu=3, phi=0.5)),
         "colocate": total(colocate),
-        "colocate_standalone": min(standalone.values()),
-        "coarse": min(coarse.values()),
+        "colocate_standalone": total(colocate, coarse),
+        "coarse": total(elastic, coarse),
     }
-    splits = {
-        "async_training_cells": split,
-        "colocate_switching_cells": min(standalone, key=lambda p: standalone[p]),
-        "coarse_switching_cells": min(coarse, key=lambda p: coarse[p]),
-    }
-    return hours, splits
+    return hours, {"async_training_cells": split, "switching_cells": pool}

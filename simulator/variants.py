@@ -4,26 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.scheduler.policy import Colocate, Elastic, Membership
+from services.scheduler.policy import Elastic, Membership
 from services.scheduler.state import Settings, State
 
 
 @dataclass(frozen=True)
-class PooledColocate(Colocate):
-    """Colocate with standalone rollout cells: cells [0, pool) switch together when everything outstanding is done,
-    the others always roll out."""
-
-    pool: int = 1
-
-    def training_cells(self, s: State, now: float) -> Membership:
-        if s.training == 0 and s.waterlevel > 0:
-            return Membership(0)
-        return Membership(self.pool)
-
-
-@dataclass(frozen=True)
 class Coarse:
-    """Streamed training with coarse switching: cells [0, pool) leave together as soon as the standalone cells hold the
+    """Coarse switching: cells [0, pool) leave together as soon as the standalone cells hold the
     waterlevel and the supply has held; they come back together at the burst's end."""
 
     settings: Settings

@@ -26,12 +26,14 @@ class Durations:
     execution_sigma: float = 0.3
     limit_h: float = math.inf
     recorded: tuple[tuple[float, ...], ...] = ()  # durations of the executions of real groups
+    in_order: bool = False  # group k lasts as recorded group k did; only groups beyond the recorded ones are drawn
 
     def group(self, seed: int, number: int, executions: int) -> list[float]:
         """Durations of the executions of group `number`."""
         rng = np.random.Generator(np.random.PCG64([seed, number]))
         if self.recorded:
-            task = self.recorded[int(rng.integers(len(self.recorded)))]
+            replayed = self.in_order and number < len(self.recorded)
+            task = self.recorded[number if replayed else int(rng.integers(len(self.recorded)))]
             if len(task) == executions:
                 return list(task)
             return [task[i] for i in rng.integers(len(task), size=executions)]
@@ -42,7 +44,9 @@ class Durations:
 
     def moments(self, executions: int) -> Moments:
         if self.recorded:
-            groups = [self.group(0, number, executions) for number in range(4000)]
+            groups = [
+                self.group(0, number, executions) for number in range(len(self.recorded) if self.in_order else 4000)
+            ]
             return moments_of(np.array(groups))
         return moments_of(self._matrix(executions))
 
@@ -80,7 +84,7 @@ def moments_of(hours: np.ndarray) -> Moments:
 
 def fit(execution_mean_h: float, group_mean_h: float, over_4h: float, at_limit: float, executions: int) -> Durations:
     """The law with these published moments: mean per execution, mean per group, share of groups >= 4 h, and the share
-    of executions that end at the overall limit. Four equations, four unknowns; least squares on common random numbers."""
+    of executions that end at the overall limit. Four equations, four unknowns; least squares on one set of draws."""
     from scipy.optimize import least_squares
 
     rng = np.random.default_rng(20260911)
@@ -112,6 +116,6 @@ def _soft_share(values: np.ndarray, threshold: float, width: float) -> float:
     return float((1 / (1 + np.exp(-(values - threshold) / width))).mean())
 
 
-def of_records(groups: Sequence[Sequence[float]]) -> Durations:
-    """The recorded durations themselves (hours), drawn group by group."""
-    return Durations(recorded=tuple(tuple(g) for g in groups if g))
+def of_records(groups: Sequence[Sequence[float]], in_order: bool = False) -> Durations:
+    """The recorded durations themselves (hours), drawn group by group or, `in_order`, one after the other."""
+    return Durations(recorded=tuple(tuple(g) for g in groups if g), in_order=in_order)

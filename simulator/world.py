@@ -23,7 +23,7 @@ from simulator.setup import Setup, run_started
 
 HOUR = 3600.0
 INCARNATION = "sim"
-PATHS = {"": (ev.PathSelected(leaf="", call_class="main_task", tokens=1),)}
+PATHS: dict[str, tuple[ev.PathSelected, ...]] = {"": (ev.PathSelected(leaf="", call_class="main_task", tokens=1),)}
 SCORE = (0.0,)
 
 
@@ -246,12 +246,13 @@ class World:
     # --------------------------------------------------------------------------------------------------- cells, roles
 
     def _role(self, cell: SimCell, role: str) -> None:
+        seconds, cell.since = self.now - cell.since, self.now
         previous, cell.role = cell.role, role
         self.meter.role(self.now, previous, role)
         self._publish(
             ev.CellRoleChanged(
-                cell=cell.index, incarnation=INCARNATION, order=cell.order, role=role, previous=previous, seconds=0.0,
-                version=cell.version,
+                cell=cell.index, incarnation=INCARNATION, order=cell.order, role=role, previous=previous,
+                seconds=seconds, version=cell.version,
             )
         )  # fmt: skip
 

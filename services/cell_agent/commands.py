@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.events import WeightsPublished
+from shared.events import CallCut, WeightsPublished
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +35,31 @@ class Admit(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Drain(Command):
-    """Wait until the engine has no live calls. -> CellDrained"""
+    """Clear the engine of live calls: cut them, or wait for them (cells.handover). -> CallCut, many; CellDrained"""
 
     order: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class CancelDrain(Command):
-    """The order that asked for it was replaced."""
+    """The cell is to serve calls again: cut none any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adopt(Command):
+    """Take in the pages of a call that was cut elsewhere. -> CallAdopted"""
+
+    cut: CallCut
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release(Command):
+    """Nobody needs the pages of our lease any more. -> CallReleased"""
+
+    rid: str
+    execution: str
+    lease: str
+    outcome: str
 
 
 @dataclass(frozen=True, kw_only=True)

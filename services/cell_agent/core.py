@@ -3,7 +3,7 @@
 Invariants: the role changes by the table of roles.py only. A claim is asked for only after the cell joined that very
 attempt of the batch, a reduction only with incarnations that are alive, and an acknowledgement only after
 BatchCommitted. A rollout order never takes gradients out of a batch that counts on them: it waits for the commit.
-Weights are read only from the core incarnation that is alive, whose snapshots alone exist.
+Weights are read only from the core incarnation that is alive, whose snapshots alone exist. Calls that move: moves.py.
 
 `handle` notes what the event says, then `_advance` issues what the state now allows and has not been issued yet.
 """
@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from services.cell_agent import commands as do
+from services.cell_agent.moves import Moves, arrives
 from services.cell_agent.roles import Role, Trigger, advance, allows
 from shared import events as ev
 from shared.actor import Do, Effect, Publish
@@ -61,6 +62,8 @@ class State(msgspec.Struct):
     reduce_open: bool = False  # a reduction was ordered and its batch is not committed
     epoch: int = 0  # reductions given up: a group in which one was may still hold a member's old sum
 
+    moves: Moves = msgspec.field(default_factory=Moves)
+
 
 class CellCore:
     """Pure core of one cell's agent. Made once per process, for cell number `cell`."""
@@ -96,6 +99,8 @@ class CellCore:
     def _step(self, trigger: Trigger, now: float) -> None:
         s = self.state
         previous, s.role = s.role, advance(s.role, trigger)
+        if s.role is Role.ROLLOUT:
+            s.moves.routes.clear()
         self._tell_role(previous, now)
 
     def _tell_role(self, previous: Role, now: float) -> None:
@@ -144,6 +149,7 @@ class CellCore:
         if cell == CORE:
             s.weights, s.store = {}, ""  # they lived in its trainer
         if cell == s.cell:
+            self._out.extend(s.moves.lost(cell, s.incarnation))
             s.incarnation, s.role, s.deferred, s.left = "", Role.OFFLINE, None, (0, 0)
             s.trainer_ready, s.admit, s.joined, s.join_issued = False, False, False, False
             s.engine_version = s.refit = s.refit_issued = s.export_issued = -1
@@ -259,6 +265,35 @@ class CellCore:
         s = self.state
         if s.role is Role.RETURNING and s.engine_version >= s.version:
             self._step(Trigger.REFITTED, now)
+
+    # --------------------------------------------------------------------------------------------- calls that move
+
+    def destination(self, execution: str) -> int:
+        """The cell to which an execution of ours was moved; -1 if it was not."""
+        return self.state.moves.routes.get(execution, -1)
+
+    def _execution_moved(self, event: ev.ExecutionMoved, now: float) -> None:
+        self.state.moves.moved(self.state.cell, event)
+
+    def _call_cut(self, event: ev.CallCut, now: float) -> None:
+        s = self.state
+        if not s.incarnation:
+            return
+        if event.from_cell == s.cell and event.incarnation == s.incarnation:
+            self._out.extend(s.moves.cut(event, now))
+        elif event.to_cell == s.cell:
+            source_lives = s.live.get(event.from_cell) == event.incarnation
+            self._out.append(arrives(event, s.cell, s.incarnation, s.role, source_lives))
+
+    def _call_adopted(self, event: ev.CallAdopted, now: float) -> None:
+        self._out.extend(self.state.moves.adopted(event, self.state.incarnation))
+
+    def _call_released(self, event: ev.CallReleased, now: float) -> None:
+        if event.cell == self.state.cell:
+            self.state.moves.released(event)
+
+    def _timer_fired(self, event: ev.TimerFired, now: float) -> None:
+        self._out.extend(self.state.moves.timer(event.key, self.state.incarnation))
 
     # --------------------------------------------------------------------------------------------------- batches
 
@@ -408,6 +443,11 @@ HANDLERS: dict[type[Event], Callable[[CellCore, Any, float], None]] = {
     ev.PolicyExported: CellCore._policy_exported,
     ev.CellRoleOrdered: CellCore._role_ordered,
     ev.CellDrained: CellCore._drained,
+    ev.ExecutionMoved: CellCore._execution_moved,
+    ev.CallCut: CellCore._call_cut,
+    ev.CallAdopted: CellCore._call_adopted,
+    ev.CallReleased: CellCore._call_released,
+    ev.TimerFired: CellCore._timer_fired,
     ev.RefitOrdered: CellCore._refit_ordered,
     ev.CellRefitted: CellCore._refitted,
     ev.BatchOpened: CellCore._batch_opened,

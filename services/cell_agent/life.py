@@ -9,9 +9,10 @@ and its BatchCommitted, or by the end of this incarnation.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from services.cell_agent.checkpoints import checkpoint_path, prune
 from services.cell_agent.claims import Claims, forget_queues
 from services.cell_agent.core import CORE, CellCore
 from services.cell_agent.engine.server import Engine, EngineFailed, resolve_device, spec_of
+from services.cell_agent.handover import Mover
 from services.cell_agent.trainer.launcher import TrainerError, TrainerHandle, launch, log_tail
 from services.cell_agent.workers import Workers
 from shared import events as ev
@@ -46,8 +48,18 @@ class Failure:
 class Life:
     """Made with a fresh incarnation id; the core's BringUp starts it. `engine`: a healthy one of the life before."""
 
-    def __init__(self, ctx: ServiceContext, core: CellCore, incarnation: str, engine: Engine | None) -> None:
+    def __init__(
+        self,
+        ctx: ServiceContext,
+        core: CellCore,
+        incarnation: str,
+        engine: Engine | None,
+        mover: Mover,
+        kv_secret: str = "",
+    ) -> None:
         self.ctx, self.core, self.cell, self.incarnation = ctx, core, core.state.cell, incarnation
+        self._mover, self._kv_secret = mover, kv_secret
+        self._switch: dict[str, str] = {}  # trace of the change of role that is under way
         self.config = ctx.config
         self.device = resolve_device(ctx.config.cells.device)
         self.ended: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
@@ -80,6 +92,10 @@ class Life:
                 self._draining = self._start(self._drain(command))
             case do.CancelDrain():
                 self._cancel_drain()
+            case do.Adopt():
+                self._start(self._adopt(command))
+            case do.Release():
+                self._start(self._release(command))
             case do.Claim():
                 self._claim(command)
             case do.Count():
@@ -156,7 +172,9 @@ class Life:
 
     async def _start_engine(self) -> None:
         if self._engine is None:
-            self._engine = await Engine.start(spec_of(self.config, self.cell, self.device), self._log("engine"))
+            self._engine = await Engine.start(
+                spec_of(self.config, self.cell, self.device, self._kv_secret), self._log("engine")
+            )
         self._engine_up.set()
         self._start(self._watch_engine(self._engine))
 
@@ -233,11 +251,12 @@ class Life:
     async def _refit(self, command: do.Refit) -> None:
         await self._engine_up.wait()
         started, version = time.monotonic(), command.weights.version
-        if await self._bring_to(command.weights):
-            seconds = time.monotonic() - started
-            await self._publish(
-                ev.CellRefitted(cell=self.cell, incarnation=self.incarnation, version=version, seconds=seconds)
-            )
+        with self._span("refit", cell=self.cell, version=version):
+            if await self._bring_to(command.weights):
+                seconds = time.monotonic() - started
+                await self._publish(
+                    ev.CellRefitted(cell=self.cell, incarnation=self.incarnation, version=version, seconds=seconds)
+                )
 
     async def _export(self, command: do.Export) -> None:
         self._worth_waiting = True
@@ -249,17 +268,49 @@ class Life:
     # --------------------------------------------------------------------------------------- leaving rollout
 
     async def _drain(self, command: do.Drain) -> None:
-        """Two looks in a row must find nothing: a call that was routed just before the move may still arrive."""
-        started, quiet = time.monotonic(), 0
+        started = time.monotonic()
         await self._engine_up.wait()
         assert self._engine is not None
+        live = self.config.cells.handover != "drain"
+        with self._span("leave rollout", cell=self.cell, order=command.order):
+            calls = await self._mover.clear(self._engine, command.order) if live else await self._run_dry(self._engine)
+            await self._publish(
+                ev.CellDrained(
+                    cell=self.cell,
+                    incarnation=self.incarnation,
+                    order=command.order,
+                    seconds=time.monotonic() - started,
+                    calls=calls,
+                )
+            )
+        if live:
+            await self._mover.keep_clear(self._engine, command.order)
+
+    @staticmethod
+    async def _run_dry(engine: Engine) -> int:
+        """Two looks in a row must find nothing: a call that was routed just before the move may still arrive."""
+        quiet = 0
         while quiet < 2:
-            quiet = quiet + 1 if await self._engine.live_calls() == 0 else 0
+            quiet = quiet + 1 if await engine.live_calls() == 0 else 0
             await asyncio.sleep(DRAIN_POLL_S)
-        seconds = time.monotonic() - started
-        await self._publish(
-            ev.CellDrained(cell=self.cell, incarnation=self.incarnation, order=command.order, seconds=seconds)
-        )
+        return 0
+
+    @contextlib.contextmanager
+    def _span(self, name: str, *, within: bool = False, **attributes: int) -> Iterator[None]:
+        """A span of the change of role that is under way; it begins one unless it is `within` it."""
+        with self.ctx.telemetry.span(name, self._switch if within else None, attributes):
+            if not within:
+                self._switch = {}
+                self.ctx.telemetry.inject(self._switch)
+            yield
+
+    async def _adopt(self, command: do.Adopt) -> None:
+        assert self._engine is not None  # the cell is in rollout
+        await self._mover.adopt(self._engine, command.cut)
+
+    async def _release(self, command: do.Release) -> None:
+        assert self._engine is not None  # it holds the lease
+        await self._mover.release(self._engine, command)
 
     def _cancel_drain(self) -> None:
         if self._draining is not None:
@@ -272,20 +323,21 @@ class Life:
         workers, started = self.workers, time.monotonic()
         if (command.batch, command.attempt) in self._void or workers.version > command.version:
             return  # given up, or committed, while this waited for its turn
-        if command.weights is not None and not await workers.pull(command.weights, self._still_there, load=True):
-            return
-        pull_seconds = 0.0 if self.cell == CORE else time.monotonic() - started
-        await workers.begin(command.batch, command.attempt, command.version)
-        await self._publish(
-            ev.CellJoinedBatch(
-                cell=self.cell,
-                incarnation=self.incarnation,
-                batch=command.batch,
-                attempt=command.attempt,
-                version=command.version,
-                pull_seconds=pull_seconds,
+        with self._span("join batch", within=True, cell=self.cell, batch=command.batch):
+            if command.weights is not None and not await workers.pull(command.weights, self._still_there, load=True):
+                return
+            pull_seconds = 0.0 if self.cell == CORE else time.monotonic() - started
+            await workers.begin(command.batch, command.attempt, command.version)
+            await self._publish(
+                ev.CellJoinedBatch(
+                    cell=self.cell,
+                    incarnation=self.incarnation,
+                    batch=command.batch,
+                    attempt=command.attempt,
+                    version=command.version,
+                    pull_seconds=pull_seconds,
+                )
             )
-        )
 
     def _claim(self, command: do.Claim) -> None:
         stages = self.config.cells.pipeline_parallel

@@ -12,14 +12,20 @@ import logging
 import uuid
 
 from services.cell_agent.core import CellCore
+from services.cell_agent.engine.kv.secret import run_secret
+from services.cell_agent.engine.kv_client import KvClient
 from services.cell_agent.engine.server import Engine
+from services.cell_agent.handover import Mover
 from services.cell_agent.life import Failure, Life
-from shared.events import CellFailed, CellStarted
+from shared.events import CallAdopted, CallCut, CellFailed, CellStarted
 from shared.runtime import ServiceContext, drive
+from shared.stored import Stored
 
 log = logging.getLogger("gyre.cell")
 
 STARTS_IN_A_ROW = 3
+TRACES_KEPT = 4096
+LEAST_PAGE = 16  # making pages readable costs time per page, more than linearly: one-token pages took seconds a call
 COMMIT_GRACE_S = 8.0
 
 
@@ -33,6 +39,17 @@ class CellAgent:
     def __init__(self, ctx: ServiceContext, core: CellCore) -> None:
         self.ctx, self.core = ctx, core
         self.life: Life | None = None
+        cells = ctx.config.cells
+        with_pages = cells.handover == "live" and cells.engine_page >= LEAST_PAGE
+        self.secret = run_secret(ctx.run_dir) if with_pages else ""
+        self._kv: KvClient | None = None
+        self._traces: dict[str, dict[str, str]] = {}  # request id -> headers of the last word on its move
+
+    def observe(self, message: Stored) -> None:
+        if isinstance(message.event, CallCut | CallAdopted):
+            self._traces[message.event.rid] = message.headers
+            if len(self._traces) > TRACES_KEPT:
+                del self._traces[next(iter(self._traces))]
 
     async def perform(self, command: object) -> None:
         if self.life is not None:
@@ -42,9 +59,13 @@ class CellAgent:
         """Lives until cancelled; raises CellLost, or a fault of ours."""
         engine: Engine | None = None
         failed_starts = 0
+        if self.secret:
+            self._kv = KvClient(self.secret)
         try:
             while True:
-                life = self.life = Life(self.ctx, self.core, uuid.uuid4().hex[:12], engine)
+                incarnation = uuid.uuid4().hex[:12]
+                mover = Mover(self.ctx, self.core, incarnation, self._kv, self._traces.get)
+                life = self.life = Life(self.ctx, self.core, incarnation, engine, mover, self.secret)
                 engine = None
                 await self._publish(CellStarted(cell=life.cell, incarnation=life.incarnation))
                 failure = await life.ended
@@ -75,6 +96,8 @@ class CellAgent:
         if self.life is not None:
             await self.life.halt(grace_s)
             await self.life.close(keep_engine=False)
+        if self._kv is not None:
+            await self._kv.close()
 
 
 async def serve(ctx: ServiceContext) -> None:
@@ -90,7 +113,9 @@ async def serve(ctx: ServiceContext) -> None:
         await caught_up.wait()
         await agent.live()
 
-    driving = asyncio.create_task(drive(ctx, core, perform=agent.perform, on_live=on_live), name="drive")
+    driving = asyncio.create_task(
+        drive(ctx, core, perform=agent.perform, on_live=on_live, observe=agent.observe), name="drive"
+    )
     living = asyncio.create_task(live(), name="lives")
     grace_s = 0.0
     try:

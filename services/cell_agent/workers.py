@@ -1,7 +1,7 @@
 """The cell's training workers, as the agent uses them: one method a deed, and what they hold at present.
 
-Invariant: `version` is the policy version in the training model (-1: none), `pulled` the digest of the snapshot that
-can be put into an engine; both change only when the workers said that it is done.
+Invariant: `version` is the policy version in the training model (-1: none), `pulled` version and digest of the snapshot
+that can be put into an engine; both change only when the workers said that it is done.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Workers:
     def __init__(self, handle: TrainerHandle, cell: int, incarnation: str) -> None:
         self.handle, self._cell, self._incarnation = handle, cell, incarnation
         self.version = -1
-        self.pulled = ""
+        self.pulled = (-1, "")
 
     async def call(self, message: protocol.Command) -> protocol.Reply:
         return await self.handle.call(message)
@@ -65,7 +65,7 @@ class Workers:
 
     async def pull(self, weights: WeightsPublished, valid: Callable[[WeightsPublished], bool], *, load: bool) -> bool:
         """Satellite: get the core's snapshot, with `load` into the training model too; False if it is valid no more."""
-        if weights.digest == self.pulled and (not load or weights.version == self.version):
+        if (weights.version, weights.digest) == self.pulled and (not load or weights.version == self.version):
             return True
         command = protocol.Pull(
             id=0,
@@ -88,7 +88,7 @@ class Workers:
                 log.warning("cell %d: pull of version %d failed: %s", self._cell, weights.version, error)
                 await asyncio.sleep(PEER_PAUSE_S)
                 continue
-            self.pulled = weights.digest
+            self.pulled = (weights.version, weights.digest)
             if load:
                 self.version = weights.version
             return True

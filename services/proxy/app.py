@@ -21,8 +21,8 @@ from starlette.types import Receive, Scope, Send
 
 from services.proxy.calls import Call, Calls
 from services.proxy.core import Ended, Execution, ProxyCore, Unknown
-from services.proxy.delivery import deliver, send_body
-from services.proxy.dialects import anthropic, openai_chat
+from services.proxy.delivery import deliver, send_body, send_error_stream
+from services.proxy.dialects import anthropic, openai_chat, openai_responses
 from services.proxy.dialects.base import ApiError, Dialect, Request, bad_request
 from services.proxy.watch import Watch
 
@@ -64,11 +64,12 @@ class ProxyApp:
         return Starlette(
             routes=[
                 *post("/chat/completions", openai_chat, self.complete),
+                *post("/responses", openai_responses, self.complete),
                 *post("/messages", anthropic, self.complete),
                 *post("/messages/count_tokens", anthropic, self.count_tokens),
                 *[Route(p, self.models, methods=["GET"]) for p in ("/v1/models", "/models")],
                 *[Route(f"{p}/{{name:path}}", self.model, methods=["GET"]) for p in ("/v1/models", "/models")],
-                *[Route(p, _alive, methods=["GET", "HEAD"]) for p in ("/", "/v1", "/health")],
+                *[Route(p, _alive, methods=["GET", "HEAD"]) for p in ("/", "/v1", "/health", "/api/hello")],
             ],
             exception_handlers={404: _not_found, 405: _not_found},
         )
@@ -81,7 +82,15 @@ class ProxyApp:
         request = dialect.parse(decode_json(await exchange.body()), exchange.headers)
         # What came while the body was read may have ended the execution.
         execution = await self.identify(exchange.headers)
-        call = self._calls.open(execution, request)
+        await self._catch_up_with_others()
+        try:
+            call = await self._calls.open(execution, request)
+        except ApiError as error:
+            if not request.stream or error.kind not in getattr(dialect, "errors_in_stream", ()):
+                raise
+            self._refused(execution.execution, error)
+            await send_error_stream(exchange.send, dialect.stream(request, "refused", 0), error)
+            return
         await deliver(self._calls, dialect, request, call, exchange.receive, exchange.send)
         self._report(call, execution.execution)
 
@@ -89,7 +98,7 @@ class ProxyApp:
         execution = await self.identify(exchange.headers)
         exchange.execution = execution.execution
         request = anthropic.parse(decode_json(await exchange.body()), exchange.headers, counting=True)
-        tokens = self._calls.count_tokens(execution, request)
+        tokens = await self._calls.count_tokens(execution, request)
         await send_body(exchange.send, 200, anthropic.token_count(tokens))
 
     async def models(self, request: Any) -> Any:
@@ -115,7 +124,7 @@ class ProxyApp:
             raise ApiError(401, "unauthorized", "no API key: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
         key_hash = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=32).hexdigest()
         if key_hash not in self._core.keys:
-            await self._catch_up(key_hash)
+            await self._catch_up(lambda: key_hash in self._core.keys)
         try:
             return self._core.identify(key_hash)
         except Unknown:
@@ -123,16 +132,19 @@ class ProxyApp:
         except Ended as ended:
             raise ApiError(410, "gone", f"execution {ended} has ended: its key is no longer valid") from None
 
-    async def _catch_up(self, key_hash: str) -> None:
-        """Wait until the stream's messages up to now are known, or the key is."""
+    async def _catch_up(self, known: Callable[[], bool]) -> None:
+        """Wait until the stream's messages up to now are known, or `known`."""
         try:
             async with asyncio.timeout(KEY_WAIT_S):
                 last = await self._last_sequence()
-                await self._watch.until(
-                    lambda: True if key_hash in self._core.keys or self._watch.sequence >= last else None, KEY_WAIT_S
-                )
+                await self._watch.until(lambda: True if known() or self._watch.sequence >= last else None, KEY_WAIT_S)
         except TimeoutError:
-            log.warning("the stream did not answer within %g s while a key was looked up", KEY_WAIT_S)
+            log.warning("the stream did not answer within %g s", KEY_WAIT_S)
+
+    async def _catch_up_with_others(self) -> None:
+        """Where several proxies serve, the call before may have been another one's: its record must be known."""
+        if len(self._core.proxies) > 1:
+            await self._catch_up(lambda: False)
 
     def refused(self, execution: str, error: ApiError) -> None:
         self._refused(execution, error)

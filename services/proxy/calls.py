@@ -1,8 +1,8 @@
-"""One model call: which recorded call it continues, its prompt, its generation, its record, its reply.
+"""One model call: found again or begun, generated, recorded, and whether its reply arrived.
 
-Invariants: a prompt is the exact ids of the call that it continues plus the encoding of what is new. A generation goes
-on when the harness hangs up, and is recorded in any case. A request that asks to continue the same conversation as an
-earlier one, whose answer nobody received whole, gets that answer; an answer that was delivered is never given twice.
+Invariants: a generation goes on when the harness hangs up, and is recorded in any case. A request that asks to continue
+the same conversation as an earlier one, whose answer nobody received whole, gets that answer; an answer that was
+delivered is never given twice. What a record says about delivery is corrected when it turns out otherwise.
 """
 
 from __future__ import annotations
@@ -12,37 +12,18 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
-from services.proxy import canonical, replies
-from services.proxy.context import Match, opening_mark, opening_of, opens_alike
 from services.proxy.core import AbortCalls, Execution, ProxyCore
 from services.proxy.dialects.base import ApiError, Reply, Request, context_too_long
-from services.proxy.engine_client import EngineClient, EngineRefused, Generation, NoRoute, Route, is_too_long
-from services.proxy.profiles import Profile, Surroundings, classify, for_harness
-from services.proxy.recorder import Plan, Recorder
-from services.proxy.rendering import Parsed, Rendering
-from services.proxy.watch import Watch
-from shared.events import Sampling
-from shared.ids import call_id
+from services.proxy.engine_client import LAST_WORD_S
+from services.proxy.generating import ENGINE_RESERVE, Generating, Work
+from services.proxy.plans import Plans
+from services.proxy.prompts import Prompt, Prompts
+from services.proxy.reading import Reading
+from services.proxy.recorder import Recorder
 
 log = logging.getLogger("gyre.proxy.calls")
-
-Ids = npt.NDArray[np.int32]
-
-ENGINE_RESERVE = 8  # SGLang takes no prompt that leaves less of the context than this
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the run file says about calls. `context`: longest prompt + output in tokens."""
-
-    context: int
-    call_timeout_s: float
 
 
 @dataclass(eq=False)
@@ -55,8 +36,11 @@ class Call:
     created: int
     waiting: int = 0
     delivered: bool = False
-    aborted: str = ""
-    engine: asyncio.Task[None] | None = None
+    discarded: bool = False  # what the stream says about it
+    reading: Reading | None = None
+    early: bool = False  # `reading.text` may be sent before the reply
+    grown: asyncio.Event = field(default_factory=asyncio.Event)
+    work: Work | None = None
     task: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
@@ -68,59 +52,60 @@ class Call:
         finally:
             self.waiting -= 1
 
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """ids(parent)[:keep] + input_ids; keep -1 = all of the parent."""
-
-    parent: str
-    keep: int
-    input_ids: Ids
-    ids: Ids
-
-
-class Usage(NamedTuple):
-    prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int
-    finish: str
+    def read(self, ids: list[int]) -> bool:
+        """New tokens are there; true if no more are wanted."""
+        if self.reading is None:
+            return False
+        stop = self.reading.feed(ids)
+        if self.early:
+            self.grown.set()
+        return stop
 
 
 class Calls:
     """All calls of this proxy process."""
 
-    def __init__(
-        self,
-        core: ProxyCore,
-        rendering: Rendering,
-        engine: EngineClient,
-        recorder: Recorder,
-        watch: Watch,
-        limits: Limits,
-    ) -> None:
-        self._core, self._rendering, self._engine = core, rendering, engine
-        self._recorder, self._watch, self._limits = recorder, watch, limits
+    def __init__(self, core: ProxyCore, prompts: Prompts, plans: Plans, generating: Generating, recorder: Recorder):
+        self._core, self._prompts, self._plans = core, prompts, plans
+        self._generating, self._recorder = generating, recorder
         self._open: dict[tuple[str, int, str], Call] = {}  # the latest per conversation, until delivered
         self._flying: set[Call] = set()
-        self._numbers: dict[tuple[str, int], int] = {}  # last call number given out, per attempt
-        self._openings: dict[tuple[str, int], str] = {}
         self._mine: dict[tuple[str, int], set[str]] = {}  # calls that this process generated or gave out
-        self._profiles: dict[str, Profile] = {}
-        self._warned: set[str] = set()
+        self._marking: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     # ------------------------------------------------------------------------------------------------ for the app
 
-    def open(self, execution: Execution, request: Request) -> Call:
-        """The call that answers `request`: an earlier one nobody received, or a new one. Raises ApiError."""
-        match = self._match(execution, request)
+    async def open(self, execution: Execution, request: Request) -> Call:
+        """The call that answers `request`: an earlier one nobody received, or a new one. Raises ApiError. Whoever gets
+        it must join it before anything else is awaited."""
+        match = self._prompts.match(execution, request)
         key = (execution.execution, execution.attempt, match.request)
-        earlier = self._open.get(key)
-        if earlier is not None and not earlier.waiting and not earlier.reply.cancelled() and not _failed(earlier):
-            return earlier
-        return self._recall(execution, request, key) or self._start(execution, request, match, key)
+        found = self._found(key) or self._recalled(execution, request, key)
+        if found is not None:
+            return found
+        prompt = await self._prompts.prompt(execution, request, match)
+        self._still_running(execution, key[1])
+        longest = self._generating.context - ENGINE_RESERVE
+        room = longest - len(prompt.ids)
+        if room < 1:
+            raise context_too_long(len(prompt.ids), longest)
+        plan = self._plans.make(execution, request, match, prompt, room)
+        call = Call(plan.call, key, asyncio.get_running_loop().create_future(), int(time.time()))
+        call.reply.add_done_callback(_retrieve)
+        self._prepare_reading(call, execution, request)
+        call.work = Work(plan, prompt.ids, request, call.created, watched=call.reading is not None)
+        self._start(call, call.work)
+        return call
 
-    def count_tokens(self, execution: Execution, request: Request) -> int:
-        return len(self._prompt(execution, request, self._match(execution, request)).ids)
+    async def count_tokens(self, execution: Execution, request: Request) -> int:
+        prompt: Prompt = await self._prompts.prompt(execution, request, self._prompts.match(execution, request))
+        return len(prompt.ids)
+
+    async def before_delivery(self, call: Call) -> None:
+        """A reply whose record says that nobody got it is about to be sent: correct that first."""
+        if call.discarded:
+            await self._mark(call, discarded=False)
 
     def delivered(self, call: Call) -> None:
         """The harness has the whole reply: the same request again means a new sample."""
@@ -128,217 +113,110 @@ class Calls:
         if self._open.get(call.key) is call:
             del self._open[call.key]
 
+    def lost(self, call: Call) -> None:
+        """The reply was there, but the connection broke before its last byte was sent."""
+        if self._closed or call.delivered or call.discarded or not call.reply.done() or _failed(call):
+            return
+        task = asyncio.create_task(self._mark(call, discarded=True))
+        self._marking.add(task)
+        task.add_done_callback(self._marking.discard)
+
+    async def _mark(self, call: Call, *, discarded: bool) -> None:
+        call.discarded = discarded
+        await self._recorder.mark(call.call, call.key[0], call.key[1], discarded=discarded)
+
     def abort(self, command: AbortCalls) -> None:
         """Cut what is in flight; forget the attempt."""
         for call in [*self._flying, *self._open.values()]:
             if call.key[0] == command.execution and call.key[1] <= command.attempt:
-                call.aborted = command.reason
-                if call.engine is not None:
-                    call.engine.cancel()
+                if call.work is not None:
+                    call.work.abort(command.reason)
                 self._open.pop(call.key, None)
-        tables: tuple[dict[tuple[str, int], Any], ...] = (self._numbers, self._openings, self._mine)
-        for table in tables:
-            for attempt in [a for a in table if a[0] == command.execution and a[1] <= command.attempt]:
-                del table[attempt]
+        self._plans.forget(command.execution, command.attempt)
+        self._prompts.forget(command.execution)
+        for attempt in [a for a in self._mine if a[0] == command.execution and a[1] <= command.attempt]:
+            del self._mine[attempt]
 
     async def close(self) -> None:
-        """Cut everything; nothing more is recorded."""
+        """Cut everything. What was generated is recorded, if the engines tell it in time."""
+        self._closed = True
+        if self._marking:
+            await asyncio.wait(self._marking, timeout=2)
         tasks = [call.task for call in self._flying if call.task is not None]
-        for task in tasks:
-            task.cancel()
+        for call in self._flying:
+            if call.task is not None and not (call.work is not None and call.work.close()):
+                call.task.cancel()
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=LAST_WORD_S + 1.0)
+            for task in late:
+                task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # -------------------------------------------------------------------------------------------------- preparing
+    # ------------------------------------------------------------------------------------------------------ finding
 
-    def _profile(self, harness: str) -> Profile:
-        if harness not in self._profiles:
-            self._profiles[harness] = for_harness(harness)
-        return self._profiles[harness]
+    def _found(self, key: tuple[str, int, str]) -> Call | None:
+        """A call of this process that asks the same and that nobody waits for or has received."""
+        earlier = self._open.get(key)
+        usable = earlier is not None and not earlier.waiting and not earlier.reply.cancelled() and not _failed(earlier)
+        return earlier if usable else None
 
-    def _match(self, execution: Execution, request: Request) -> Match:
-        def payloads(call: str) -> tuple[str, ...]:
-            tree = execution.contexts.tree
-            parsed = self._rendering.parse(tree.nodes[call].output_ids, tree.prompt_ids(call), request.tools)
-            return replies.payloads(parsed)
-
-        fold = self._profile(execution.harness).folds()
-        return execution.contexts.match(request.messages, request.tools, payloads, fold)
-
-    def _prompt(self, execution: Execution, request: Request, match: Match) -> Prompt:
-        if match.call:
-            tree = execution.contexts.tree
-            node, before = tree.nodes[match.call], tree.ids(match.call)
-            cut = node.prompt_length
-            extension = self._rendering.extend(before[:cut], before[cut:], match.new, request.tools)
-            if extension is not None:
-                keep = -1 if extension.keep == node.length else extension.keep
-                new = np.asarray(extension.ids, dtype=np.int32)
-                return Prompt(match.call, keep, new, np.concatenate((before[: extension.keep], new)))
-        ids = np.asarray(self._rendering.fresh(request.messages, request.tools), dtype=np.int32)
-        return Prompt("", -1, ids, ids)
-
-    def _recall(self, execution: Execution, request: Request, key: tuple[str, int, str]) -> Call | None:
-        """A call that an earlier process of the proxy recorded, whose reply may not have reached the harness."""
+    def _recalled(self, execution: Execution, request: Request, key: tuple[str, int, str]) -> Call | None:
+        """A call that another process of the proxy recorded, whose reply may not have reached the harness."""
         node = execution.contexts.by_request(key[2])
         mine = self._mine.setdefault(key[:2], set())
         if node is None or node.children or node.call in mine or node.finish_reason == "abort":
             return None
         mine.add(node.call)
         call = Call(node.call, key, asyncio.get_running_loop().create_future(), int(time.time()))
-        tree, output = execution.contexts.tree, node.output_ids
-        parsed = self._rendering.parse(output, tree.prompt_ids(node.call), request.tools)
-        usage = Usage(node.prompt_length, len(output), 0, node.finish_reason)
-        call.reply.set_result(self._reply(request, call, parsed, output, usage))
-        self._open[key] = call
-        return call
-
-    def _start(self, execution: Execution, request: Request, match: Match, key: tuple[str, int, str]) -> Call:
-        prompt = self._prompt(execution, request, match)
-        longest = self._limits.context - ENGINE_RESERVE
-        room = longest - len(prompt.ids)
-        if room < 1:
-            raise context_too_long(len(prompt.ids), longest)
-        plan = self._plan(execution, request, match, prompt, room)
-        loop = asyncio.get_running_loop()
-        call = Call(plan.call, key, loop.create_future(), int(time.time()))
-        call.reply.add_done_callback(_retrieve)
-        self._open[key] = call
-        self._flying.add(call)
-        call.task = loop.create_task(self._run(call, plan, prompt.ids, request), name=plan.call)
-        return call
-
-    def _plan(self, execution: Execution, request: Request, match: Match, prompt: Prompt, room: int) -> Plan:
-        attempt = (execution.execution, execution.attempt)
-        number = max(execution.contexts.latest_number, self._numbers.get(attempt, 0)) + 1
-        self._numbers[attempt] = number
-        call = call_id(*attempt, number)
-        self._mine.setdefault(attempt, set()).add(call)
-        sampling, asked = execution.sampling, request.max_tokens
-        limit = min(room, sampling.max_new_tokens, asked if asked is not None else room)
-        opening = opening_of(request.messages)
-        call_class = self._class(execution, request, match, opening)
-        if call_class.startswith("main"):
-            self._openings.setdefault(attempt, opening_mark(opening))
-        return Plan(
-            call=call,
-            execution=execution.execution,
-            attempt=execution.attempt,
-            parent=prompt.parent,
-            keep=prompt.keep,
-            call_class=call_class,
-            input_ids=prompt.input_ids,
-            sampling=Sampling(sampling.temperature, sampling.top_p, limit),
-            request=match.request,
-            opening="" if prompt.parent else opening_mark(opening),
-            diverged=match.diverged,
-            dialect=request.dialect,
+        call.discarded = node.discarded
+        prompt = self._prompts.ids(execution, node.call)[: node.prompt_length]
+        reply = self._generating.reply_again(
+            node.call, prompt, node.output_ids, node.finish_reason, request, call.created
         )
+        call.reply.set_result(reply)
+        self._open[key] = call
+        return call
 
-    def _class(self, execution: Execution, request: Request, match: Match, opening: str) -> str:
-        first = execution.contexts.opening or self._openings.get((execution.execution, execution.attempt), "")
-        parent = execution.contexts.tree.nodes[match.call].call_class if match.call else ""
-        around = Surroundings(parent, not first or opens_alike(opening, first))
-        verdict = classify(self._profile(execution.harness), request, around)
-        if not verdict.known and execution.harness not in self._warned:
-            self._warned.add(execution.harness)
-            log.warning(
-                "a call of %s fits no rule of the profile for harness %r and is recorded as %s: describe it in a "
-                "profile (services/proxy/harness_profiles). First user text: %.200r",
-                execution.execution,
-                execution.harness,
-                verdict.call_class,
-                opening,
-            )
-        return verdict.call_class
+    def _still_running(self, execution: Execution, attempt: int) -> None:
+        """The execution may have ended while its prompt was encoded."""
+        now = self._core.executions.get(execution.execution)
+        if now is not execution or execution.finished or execution.attempt != attempt:
+            raise ApiError(410, "gone", f"execution {execution.execution} has ended: its key is no longer valid")
 
     # ------------------------------------------------------------------------------------------------- generating
 
-    async def _run(self, call: Call, plan: Plan, prompt: Ids, request: Request) -> None:
+    def _prepare_reading(self, call: Call, execution: Execution, request: Request) -> None:
+        call.early = request.stream and self._plans.profile(execution.harness).early_text
+        call.reading = self._generating.reading(request, early=call.early)
+        call.early = call.early and call.reading is not None
+
+    def _start(self, call: Call, work: Work) -> None:
+        self._mine.setdefault(call.key[:2], set()).add(call.call)
+        self._open[call.key] = call
+        self._flying.add(call)
+        call.task = asyncio.get_running_loop().create_task(self._run(call, work), name=call.call)
+
+    async def _run(self, call: Call, work: Work) -> None:
         """Generate, record, reply. Ends with call.reply done, whatever happens."""
         try:
-            call.reply.set_result(await self._generate(call, plan, prompt, request))
+            reply = await self._generating.run(work, call.read, lambda: not call.waiting)
+            call.discarded = work.discarded
+            call.reply.set_result(reply)
         except ApiError as error:
-            call.reply.set_exception(error)
+            if work.closing:
+                call.reply.cancel()
+            else:
+                call.reply.set_exception(error)
         except asyncio.CancelledError:
             call.reply.cancel()
             raise
         except Exception as error:  # the edge of the call: the harness gets an error, the process lives on
-            log.exception("call %s failed", plan.call)
-            call.reply.set_exception(ApiError(500, "internal", f"call {plan.call} failed: {type(error).__name__}"))
+            log.exception("call %s failed", call.call)
+            call.reply.set_exception(ApiError(500, "internal", f"call {call.call} failed: {type(error).__name__}"))
         finally:
             self._flying.discard(call)
-            if (_failed(call) or call.aborted) and self._open.get(call.key) is call:
+            if (_failed(call) or work.aborted) and self._open.get(call.key) is call:
                 del self._open[call.key]
-
-    async def _generate(self, call: Call, plan: Plan, prompt: Ids, request: Request) -> Reply:
-        started = time.monotonic()
-        generation = Generation(prompt, plan.sampling.max_new_tokens)
-        problem = await self._sample(call, plan, generation, started + self._limits.call_timeout_s)
-        if problem is not None and not generation.ids:
-            raise problem
-        reply, context = None, ""
-        if problem is None:
-            output = np.asarray(generation.ids, dtype=np.int32)
-            parsed = self._rendering.parse(output, prompt, request.tools)
-            usage = Usage(len(prompt), len(output), generation.cached_tokens, generation.finish)
-            reply = self._reply(request, call, parsed, output, usage)
-            context = canonical.step(bytes.fromhex(plan.request), canonical.message(reply.message)).hex()
-            execution = self._core.executions.get(plan.execution)
-            if execution is not None:
-                execution.contexts.remember(plan.call, replies.payloads(parsed))
-        await self._recorder.record(
-            plan,
-            generation,
-            context=context,
-            discarded=reply is None or not call.waiting,
-            seconds=time.monotonic() - started,
-        )
-        if reply is None:
-            assert problem is not None
-            raise problem
-        return reply
-
-    def _reply(self, request: Request, call: Call, parsed: Parsed, output: Ids, usage: Usage) -> Reply:
-        whole = replies.assistant(parsed, call.call, request.dialect)
-        raw = self._rendering.decode(output).strip() if whole.tool_calls else ""
-        message, stop = replies.delivered(whole, raw, request)
-        return Reply(
-            call=call.call,
-            model=request.model,
-            created=call.created,
-            message=message,
-            finish=replies.finish_of(message, usage.finish, stop),
-            prompt_tokens=usage.prompt_tokens,
-            output_tokens=usage.output_tokens,
-            cached_tokens=usage.cached_tokens,
-            stop_sequence=stop,
-        )
-
-    async def _sample(self, call: Call, plan: Plan, generation: Generation, deadline: float) -> ApiError | None:
-        """Fill `generation`; what went wrong, if it did not come to its end."""
-
-        async def find_route(timeout_s: float) -> Route | None:
-            found = await self._watch.until(lambda: self._core.route(plan.execution), timeout_s)
-            return Route(*found) if found else None
-
-        work = self._engine.generate(generation, plan.sampling, find_route, deadline, plan.call)
-        call.engine = asyncio.create_task(work, name=f"{plan.call} engine")
-        try:
-            await call.engine
-        except asyncio.CancelledError:
-            if not call.aborted:
-                call.engine.cancel()
-                raise
-            return ApiError(410, "gone", call.aborted)
-        except NoRoute:
-            text = f"no engine served the call within {self._limits.call_timeout_s:g} s"
-            return ApiError(503, "unavailable", text, retry_after=5)
-        except EngineRefused as error:
-            if is_too_long(error):
-                return context_too_long(len(generation.prompt), self._limits.context - ENGINE_RESERVE)
-            log.error("call %s was refused by the engine: %s", plan.call, error)
-            return ApiError(500, "internal", f"the engine refused the call: {error}")
-        return None
 
 
 def _failed(call: Call) -> bool:

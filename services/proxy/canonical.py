@@ -20,8 +20,10 @@ import orjson
 
 from services.proxy.dialects.base import Message, Tool, ToolCall
 
-OUR_TOOL_ID = re.compile(r"(?:call|toolu|fc)_(a\d+c\d{4,})t(\d+)\Z")
-"""Our tool-call ids carry attempt, call number and position: call_a1c0007t0."""
+OUR_TOOL_ID = re.compile(r"(?:call|toolu|fc)_(a\d+c\d{4,}(?:p[0-9A-Za-z]+?)?)t(\d+)\Z")
+"""Our tool-call ids carry attempt, call number, proxy (if there are several) and position: call_a1c0007t0."""
+
+_CALL = re.compile(r"a(\d+)c(\d+)(p[0-9A-Za-z]+)?(-part\d+)?\Z")
 
 Restore = Callable[[str, int], str | None]
 """(call tag, position) -> canonical form of the tool call that the policy made there, None if unknown."""
@@ -35,6 +37,17 @@ def tool_id(tag: str, position: int, prefix: str = "call") -> str:
 def call_tag(call: str) -> str:
     """``g000012x03a1c0007`` -> ``a1c0007``."""
     return "a" + call.rpartition("a")[2]
+
+
+def call_number(call: str) -> int:
+    """``g000012x03a1c0007p2`` -> 7; 0 if it is no call id."""
+    found = _CALL.search(call)
+    return int(found[2]) if found else 0
+
+
+def call_of(execution: str, tag: str) -> str:
+    """The inverse of call_tag."""
+    return execution + tag
 
 
 def text(value: str) -> str:
@@ -133,6 +146,21 @@ def root(tools: Iterable[Tool]) -> bytes:
     """Key of the empty conversation under these tools."""
     rows = [[t.name, text(t.description), t.parameters] for t in tools]
     return hashlib.blake2b(_json(rows).encode(), digest_size=16).digest()
+
+
+_roots: list[tuple[tuple[Tool, ...], bytes]] = []
+ROOTS_KEPT = 16
+
+
+def root_of(tools: tuple[Tool, ...]) -> bytes:
+    """`root`, remembered for the last few tool lists: comparing them is far cheaper than writing them anew."""
+    for known, key in _roots:
+        if known == tools:
+            return key
+    key = root(tools)
+    _roots.insert(0, (tools, key))
+    del _roots[ROOTS_KEPT:]
+    return key
 
 
 def step(key: bytes, canonical: bytes) -> bytes:

@@ -6,7 +6,8 @@ beginning of it as context; an assistant turn that carries our tool-call ids is 
 the harness reworded it, as long as everything before it is the same.
 
 Invariant: a match only ever says that the ids of the matched call are the beginning of the new prompt. Whatever does
-not match makes a branch, never an error.
+not match makes a branch, never an error. Every message is put into canonical form once: the chain's steps are
+remembered by (key before, hash of the message), so that a call costs canonicalisation of its new messages only.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.proxy import canonical
 from services.proxy.dialects.base import Message, Tool
-from shared.events import ModelCallRecorded
-from shared.ids import call_id
+from shared.events import ModelCallMarked, ModelCallRecorded
 from shared.tree import Node, Tree
+
+STEPS_KEPT = 50_000
+"""Remembered steps of one execution (about 300 bytes each); beyond them all are forgotten and made again."""
 
 Payloads = Callable[[str], tuple[str, ...]]
 """call id -> canonical forms of the tool calls the policy made in it."""
@@ -35,6 +39,14 @@ class Match:
     diverged: bool  # the harness changed a turn of the policy that the match goes through
 
 
+class Step(NamedTuple):
+    """What one message does to the chain: the key after it, and the call whose turn it is ("" if it is none's)."""
+
+    after: bytes
+    call: str
+    changed: bool  # the turn is the call's, but not as the policy generated it
+
+
 class Contexts:
     """The tree of one execution, and its calls by context and by request."""
 
@@ -43,10 +55,12 @@ class Contexts:
         self.tree = Tree()
         self.opening = ""  # mark of the first text of the main line
         self.latest_number = 0
+        self.delivered: dict[str, int] = {}  # calls of which only so many output tokens are continued
         self._by_context: dict[str, str] = {}
         self._by_request: dict[str, str] = {}
         self._request_of: dict[str, str] = {}
         self._payloads: dict[str, tuple[str, ...]] = {}
+        self._steps: dict[tuple[bytes, int], Step] = {}
 
     def add(self, record: ModelCallRecorded) -> Node | None:
         """Take a record in; a record of a later attempt forgets all before it."""
@@ -55,9 +69,11 @@ class Contexts:
         node = self.tree.add(record)
         if node is None:
             return None
-        self.latest_number = max(self.latest_number, int(record.call.rpartition("c")[2]))
+        self.latest_number = max(self.latest_number, canonical.call_number(record.call))
         if record.opening and not self.opening and record.call_class.startswith("main"):
             self.opening = record.opening
+        if record.delivered >= 0:
+            self.delivered[record.call] = record.delivered
         if record.context:
             self._by_context[record.context] = record.call
         if record.request:
@@ -65,10 +81,14 @@ class Contexts:
             self._request_of[record.call] = record.request
         return node
 
+    def mark(self, event: ModelCallMarked) -> None:
+        self.tree.mark(event.call, event.attempt, discarded=event.discarded)
+
     def _forget(self) -> None:
         self.opening, self.latest_number = "", 0
-        for table in (self._by_context, self._by_request, self._request_of, self._payloads):
+        for table in (self.delivered, self._by_context, self._by_request, self._request_of, self._payloads):
             table.clear()
+        self._steps.clear()
 
     def remember(self, call: str, payloads: tuple[str, ...]) -> None:
         """The canonical tool calls of a call that is about to be recorded."""
@@ -79,6 +99,8 @@ class Contexts:
         call = self._by_request.get(request)
         return self.tree.nodes[call] if call else None
 
+    # --------------------------------------------------------------------------------------------------- matching
+
     def match(
         self,
         messages: tuple[Message, ...],
@@ -88,26 +110,40 @@ class Contexts:
     ) -> Match:
         """Find the call that `messages` continue. `payloads` is asked at most once per call whose ids appear."""
         restore = self._restorer(payloads)
-        key = canonical.root(tools)
+        key = canonical.root_of(tools)
         call, matched, diverged = "", 0, False
         for i, message in enumerate(messages):
-            after = canonical.step(key, canonical.message(message, restore, fold=fold))
+            place = (key, hash(message))
+            step = self._steps.get(place)
+            if step is None:
+                step = self._step(key, message, restore, fold)
+                self._keep(place, step, message)
             if message.role == "assistant":
-                mine = self._own_turn(message, key.hex())
-                changed = False
-                if mine is not None:
-                    context = bytes.fromhex(self.tree.nodes[mine].context)
-                    changed = context != after or self._reworded(message, restore)
-                    after = context
-                known = mine or self._by_context.get(after.hex())
+                known = step.call or self._by_context.get(step.after.hex(), "")
                 if known:
-                    call, matched, diverged = known, i + 1, changed
+                    call, matched, diverged = known, i + 1, step.changed
                 elif key.hex() in self._by_request:
                     diverged = True  # a turn that replaces what the policy said here
-            key = after
+            key = step.after
         if matched == len(messages):  # an assistant turn at the end: nothing new to encode, so no continuation
             call, matched, diverged = "", 0, False
         return Match(key.hex(), call, messages[matched:], diverged)
+
+    def _keep(self, place: tuple[bytes, int], step: Step, message: Message) -> None:
+        """What a turn with tool calls is depends on what is recorded by now, unless it is known already."""
+        if message.tool_calls and not step.call:
+            return
+        if len(self._steps) >= STEPS_KEPT:
+            self._steps.clear()
+        self._steps[place] = step
+
+    def _step(self, key: bytes, message: Message, restore: canonical.Restore, fold: Iterable[re.Pattern[str]]) -> Step:
+        after = canonical.step(key, canonical.message(message, restore, fold=fold))
+        mine = self._own_turn(message, key.hex()) if message.role == "assistant" else None
+        if mine is None:
+            return Step(after, "", False)
+        context = bytes.fromhex(self.tree.nodes[mine].context)
+        return Step(context, mine, context != after or self._reworded(message, restore))
 
     def _own_turn(self, message: Message, request: str) -> str | None:
         """The call whose tool-call ids `message` carries, if it was asked to continue this very conversation."""
@@ -128,8 +164,7 @@ class Contexts:
         return False
 
     def _call_of(self, tag: str) -> str | None:
-        attempt, _, number = tag[1:].partition("c")
-        call = call_id(self.execution, int(attempt), int(number))
+        call = canonical.call_of(self.execution, tag)
         return call if call in self.tree.nodes else None
 
     def _restorer(self, payloads: Payloads) -> canonical.Restore:

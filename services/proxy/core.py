@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from services.proxy.context import Contexts
+from services.proxy.handover import Cuts
 from shared.actor import Do, Effect
 from shared.events import (
     CellEngineReady,
@@ -26,7 +27,9 @@ from shared.events import (
     ExecutionMoved,
     ExecutionPlaced,
     ExecutionStarted,
+    ModelCallMarked,
     ModelCallRecorded,
+    ProxyReady,
     Sampling,
 )
 
@@ -68,13 +71,15 @@ class Execution:
     key_hash: str = ""
     harness: str = ""
     finished: bool = False
-    records: list[ModelCallRecorded] = field(default_factory=list)  # share their bytes with the tree's nodes
+    records: dict[str, ModelCallRecorded] = field(default_factory=dict)  # share their bytes with the tree's nodes
 
 
 class _Snapshot(msgspec.Struct):
     cells: dict[int, CellState]
     keys: dict[str, tuple[str, int]]
     executions: list[tuple[str, int, Sampling, int, str, str, bool, list[ModelCallRecorded]]]
+    proxies: tuple[str, ...] = ()
+    cuts: Cuts = msgspec.field(default_factory=Cuts)
 
 
 class ProxyCore:
@@ -82,13 +87,20 @@ class ProxyCore:
         self.executions: dict[str, Execution] = {}
         self.keys: dict[str, tuple[str, int]] = {}  # hash -> (execution, attempt)
         self.cells: dict[int, CellState] = {}
+        self.proxies: set[str] = set()  # all that were ever ready in this run
+        self.cuts = Cuts()
 
     # ---------------------------------------------------------------------------------------------------- events
 
     def handle(self, event: Event, now: float) -> Sequence[Effect]:
+        self.cuts.handle(event)
         match event:
             case ModelCallRecorded():
                 self.learn(event)
+            case ModelCallMarked():
+                self.mark(event)
+            case ProxyReady():
+                self.proxies.add(event.proxy)
             case ExecutionPlaced():
                 execution = self._execution(event.execution)
                 execution.cell, execution.sampling = event.cell, event.sampling
@@ -115,7 +127,17 @@ class ProxyCore:
         if execution.contexts.add(record) is not None:
             if replaces:
                 execution.records.clear()
-            execution.records.append(record)
+            execution.records[record.call] = record
+
+    def mark(self, event: ModelCallMarked) -> None:
+        """Whether the harness got a call's reply, known better than when it was recorded."""
+        execution = self.executions.get(event.execution)
+        if execution is None or event.attempt != execution.contexts.tree.attempt:
+            return
+        record = execution.records.get(event.call)
+        if record is not None:
+            execution.records[event.call] = msgspec.structs.replace(record, discarded=event.discarded)
+            execution.contexts.mark(event)
 
     def _execution(self, name: str) -> Execution:
         if name not in self.executions:
@@ -182,16 +204,17 @@ class ProxyCore:
 
     def snapshot(self) -> bytes:
         rows = [
-            (e.execution, e.cell, e.sampling, e.attempt, e.key_hash, e.harness, e.finished, e.records)
+            (e.execution, e.cell, e.sampling, e.attempt, e.key_hash, e.harness, e.finished, list(e.records.values()))
             for e in self.executions.values()
         ]
-        return msgspec.msgpack.encode(_Snapshot(self.cells, self.keys, rows))
+        return msgspec.msgpack.encode(_Snapshot(self.cells, self.keys, rows, tuple(sorted(self.proxies)), self.cuts))
 
     @classmethod
     def restore(cls, data: bytes) -> ProxyCore:
         state = msgspec.msgpack.decode(data, type=_Snapshot)
         core = cls()
-        core.cells, core.keys = state.cells, state.keys
+        core.cells, core.keys, core.proxies = state.cells, state.keys, set(state.proxies)
+        core.cuts = state.cuts
         for name, cell, sampling, attempt, key_hash, harness, finished, records in state.executions:
             execution = Execution(name, Contexts(name), cell, sampling, attempt, key_hash, harness, finished)
             core.executions[name] = execution

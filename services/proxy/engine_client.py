@@ -1,33 +1,44 @@
-"""Token ids to an engine and back (SGLang's /generate), across moves, aborts and deaths of engines.
+"""Token ids to an engine and back (SGLang's /generate), across moves, aborts, hangs and deaths of engines.
 
 Invariant: every token of a Generation was reported by an engine together with its log-probability, once, in order; what
-an engine gave before it was cut is kept, and the next engine continues from prompt + partial. Policy versions are those
-the engines reported, as spans over the whole output.
+an engine gave before it was cut is kept, and the next engine continues from prompt + partial. An engine that is silent
+is asked whether it lives; one that does not answer is left. A call that is cancelled is ended at its engine first, and
+what the engine has is taken, so that records hold every token that engines count.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import aiohttp
 import numpy as np
-import numpy.typing as npt
 import orjson
 
-from shared.events import Sampling, VersionSpan
+from services.proxy.generation import BadReport, Generation
+from services.proxy.handover import Handover
+from shared.events import Sampling
+from shared.ids import request_id
 
 log = logging.getLogger("gyre.proxy.engine")
 
-STREAM_INTERVAL = 64  # tokens between two reports of an engine: what a dying engine can lose
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 CONNECT_S = 5.0
-_VERSION = re.compile(r"v?(\d+)\Z")
+SILENCE_S = 60.0
+"""So long an engine may say nothing (queue, prefill) before it is asked for its health, again and again."""
+HEALTH_S = 30.0
+"""So long the answer may take: SGLang gives its own scheduler 20 s."""
+LAST_WORD_S = 5.0
+"""So long a cancelled call waits for what its engine has generated."""
+ABORT_AGAIN_S = 0.5
+"""An abort that came before the engine knew the call is lost."""
+BAD_REPORTS = 3
+"""After so many reports that cannot be true, in one call, the call fails."""
 _TOO_LONG = re.compile(r"context length|too long|exceeds?\b.*(?:max|limit|length)|longer than", re.I)
 
 
@@ -41,43 +52,28 @@ class EngineUnavailable(Exception):
     """Nobody answers there, or the engine cannot take the call now: another try may work."""
 
 
+class Cut(EngineUnavailable):
+    """The engine ended the call because it was asked to: the call goes on elsewhere."""
+
+
 class EngineRefused(Exception):
-    """The engine says that this call can never work."""
+    """The engine says that this call can never work, or what it reports is broken."""
 
 
 class NoRoute(Exception):
     """No engine served the call until its deadline."""
 
 
-@dataclass
-class Generation:
-    """The output so far. `prompt` int32 [p]; the lists have one entry per generated token."""
-
-    prompt: npt.NDArray[np.int32]
-    limit: int
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)
-    finish: str = ""  # stop, length; "" while it is not finished
-    cell: int = -1
-    cached_tokens: int = 0
-    queued_s: float = 0.0
-
-    def replace_spans(self, base: int, spans: list[tuple[int, int, int]]) -> None:
-        """From token `base` on the versions are those of `spans` (version, start, end), as last reported."""
-        kept = [VersionSpan(s.version, s.start, min(s.end, base)) for s in self.spans if s.start < base]
-        for version, start, end in spans:
-            if end <= start:
-                continue
-            if kept and kept[-1].version == version:
-                kept[-1] = VersionSpan(version, kept[-1].start, end)
-            else:
-                kept.append(VersionSpan(version, start, end))
-        self.spans = kept
-
-
 FindRoute = Callable[[float], Awaitable[Route | None]]
 """(timeout in seconds) -> where the call goes now, None if there was no engine in that time."""
+
+
+Moved = Callable[[str], Awaitable[Handover | None]]
+"""(request id) -> waits until the request, which was cut, may go on; None if nobody told why."""
+
+
+async def nobody_tells(_rid: str) -> Handover | None:
+    return None
 
 
 class EngineClient:
@@ -93,10 +89,19 @@ class EngineClient:
         await self._session.close()
 
     async def generate(
-        self, generation: Generation, sampling: Sampling, find_route: FindRoute, deadline: float, rid: str
+        self,
+        generation: Generation,
+        sampling: Sampling,
+        find_route: FindRoute,
+        deadline: float,
+        call: str,
+        moved: Moved = nobody_tells,
     ) -> None:
-        """Fill `generation` to its end. `deadline` in time.monotonic(). Raises NoRoute or EngineRefused."""
-        pause, tries = FIRST_PAUSE_S, 0
+        """Fill `generation` to its end. `deadline` in time.monotonic(). Raises NoRoute or EngineRefused.
+
+        Cancelled, it takes what the engine has, within LAST_WORD_S."""
+        pause, tries, bad = FIRST_PAUSE_S, 0, 0
+        handover: Handover | None = None
         while not generation.finish:
             waited = time.monotonic()
             route = await find_route(deadline - waited)
@@ -105,23 +110,77 @@ class EngineClient:
                 raise NoRoute
             before = len(generation.ids)
             tries += 1
+            rid = request_id(call, tries)
+            key = handover.extra_key if handover is not None and handover.cell == route.cell else ""
+            handover = None
             try:
-                await self._attempt(generation, sampling, route, f"{rid}-{tries}")
+                await self._watched(generation, sampling, route, rid, key)
+            except Cut:
+                stopped = time.monotonic()
+                handover = await moved(rid)
+                generation.queued_s += time.monotonic() - stopped
             except EngineUnavailable as error:
                 log.info("call %s at cell %d (%s): %s", rid, route.cell, route.url, error)
+            except BadReport as error:
+                bad += 1
+                log.error("call %s at cell %d (%s): %s", rid, route.cell, route.url, error)
+                if bad >= BAD_REPORTS:
+                    raise EngineRefused(f"the engine's reports are broken: {error}") from error
             if generation.finish:
                 return
+            if handover is not None:
+                continue
             if time.monotonic() + pause > deadline:
                 raise NoRoute
             pause = FIRST_PAUSE_S if len(generation.ids) > before else min(2 * pause, LONGEST_PAUSE_S)
             await asyncio.sleep(pause)
             generation.queued_s += pause
 
-    async def _attempt(self, generation: Generation, sampling: Sampling, route: Route, rid: str) -> None:
+    async def _watched(self, generation: Generation, sampling: Sampling, route: Route, rid: str, key: str) -> None:
+        """One request, left if the engine falls silent and does not answer for its health either."""
+        attempt = asyncio.create_task(self._attempt(generation, sampling, route, rid, key), name=rid)
+        try:
+            while True:
+                before = len(generation.ids)
+                done, _ = await asyncio.wait({attempt}, timeout=SILENCE_S)
+                if done:
+                    return attempt.result()
+                if len(generation.ids) == before and not await self._healthy(route.url):
+                    raise EngineUnavailable(f"silent for {SILENCE_S:g} s, and no answer about its health")
+        except asyncio.CancelledError:
+            await self._last_word(attempt, route, rid)
+            raise
+        finally:
+            if not attempt.done():
+                attempt.cancel()
+                with contextlib.suppress(asyncio.CancelledError, EngineUnavailable, EngineRefused, BadReport):
+                    await attempt
+
+    async def _last_word(self, attempt: asyncio.Task[None], route: Route, rid: str) -> None:
+        """End the request at its engine and let its answer be read to the end, if that comes in time."""
+        try:
+            async with asyncio.timeout(LAST_WORD_S):
+                while not attempt.done():
+                    await self._abort(route.url, rid)
+                    await asyncio.wait({attempt}, timeout=ABORT_AGAIN_S)
+        except TimeoutError:
+            log.warning("call %s: cell %d did not end it in time; its last tokens are lost", rid, route.cell)
+        if attempt.done() and not attempt.cancelled():
+            attempt.exception()  # that it was cut is no news
+
+    async def _healthy(self, url: str) -> bool:
+        try:
+            async with self._session.get(f"{url}/health", timeout=aiohttp.ClientTimeout(total=HEALTH_S)) as response:
+                return response.status < 500
+        except (aiohttp.ClientError, TimeoutError, ConnectionError):
+            return False
+
+    async def _attempt(self, generation: Generation, sampling: Sampling, route: Route, rid: str, key: str) -> None:
         """One request; returns when the engine's answer ends, be it finished or cut."""
         base = len(generation.ids)
         generation.cell = route.cell
-        body = self._body(generation, sampling, rid)
+        body = self._body(generation, sampling, rid, key)
+        asked_to_stop = False
         try:
             async with self._session.post(
                 f"{route.url}/generate", data=body, headers={"content-type": "application/json"}
@@ -132,10 +191,19 @@ class EngineClient:
                     _take(generation, base, chunk, route.version)
                     if generation.finish:
                         return
+                    if generation.stopped and not asked_to_stop:
+                        asked_to_stop = True
+                        await self._abort(route.url, rid)
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             raise EngineUnavailable(f"{type(error).__name__}: {error}") from error
 
-    def _body(self, generation: Generation, sampling: Sampling, rid: str) -> bytes:
+    async def _abort(self, url: str, rid: str) -> None:
+        """End one request: its stream then brings what is there, and ends. Without success it just runs on."""
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, ConnectionError):
+            async with self._session.post(f"{url}/abort_request", json={"rid": rid}) as response:
+                await response.read()
+
+    def _body(self, generation: Generation, sampling: Sampling, rid: str, key: str) -> bytes:
         partial = np.asarray(generation.ids, dtype=np.int32)
         prompt = np.concatenate((generation.prompt, partial)) if len(partial) else generation.prompt
         request = {
@@ -146,12 +214,14 @@ class EngineClient:
                 "top_p": sampling.top_p,
                 "max_new_tokens": generation.limit - len(generation.ids),
                 "stop_token_ids": self._stop_ids,
-                "stream_interval": STREAM_INTERVAL,
+                "stream_interval": generation.interval,
                 "skip_special_tokens": False,
             },
             "return_logprob": True,
             "stream": True,
         }
+        if key:
+            request["extra_key"] = key
         return orjson.dumps(request, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
@@ -164,44 +234,36 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, A
             line = bytes(buffer[:end]).strip()
             del buffer[: end + 2]
             if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
-                yield orjson.loads(line[5:])
+                yield _decoded(line[5:])
+
+
+def _decoded(data: bytes) -> dict[str, Any]:
+    """NaN and infinities, for one, are no JSON."""
+    try:
+        report = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise BadReport(f"the engine sent no JSON: {error}") from error
+    if not isinstance(report, dict):
+        raise BadReport("the engine sent JSON that is no object")
+    return report
 
 
 def _take(generation: Generation, base: int, chunk: dict[str, Any], version: int) -> None:
-    """Add what is new in one report. Reports are cumulative, or hold only the new tokens; the length tells which."""
+    """Add one report, and see whether it ends the call."""
     if "error" in chunk:
         _raise_for(int(chunk["error"].get("code") or 400), str(chunk["error"].get("message")))
     meta = chunk["meta_info"]
-    rows = meta.get("output_token_logprobs") or []
-    total = meta.get("output_token_logprobs_length", len(rows))
-    fresh = total - (len(generation.ids) - base)
-    if fresh > len(rows):
-        raise EngineUnavailable(f"the engine reported {total} tokens but showed only {len(rows)}")
-    if fresh > 0:
-        for row in rows[-fresh:]:
-            generation.logprobs.append(row[0])
-            generation.ids.append(row[1])
-    generation.cached_tokens = max(generation.cached_tokens, meta.get("cached_tokens") or 0)
-    _take_versions(generation, base, meta, version)
+    generation.take(base, meta, version)
     reason = meta.get("finish_reason")
     kind = reason.get("type") if isinstance(reason, dict) else None
     if kind in ("stop", "length"):
         generation.finish = kind
+    elif kind == "abort" and generation.stopped:
+        generation.finish = "stop"
     elif kind == "abort":
         _raise_for_abort(reason)
     if not generation.finish and len(generation.ids) >= generation.limit:
         generation.finish = "length"
-
-
-def _take_versions(generation: Generation, base: int, meta: dict[str, Any], fallback: int) -> None:
-    end = len(generation.ids)
-    reported = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": end - base}]
-    spans = []
-    for span in reported:
-        found = _VERSION.match(str(span["version"]))
-        number = int(found[1]) if found else fallback
-        spans.append((number, base + span["start"], min(base + span["end"], end)))
-    generation.replace_spans(base, spans)
 
 
 def _raise_for_abort(reason: dict[str, Any]) -> None:
@@ -209,7 +271,7 @@ def _raise_for_abort(reason: dict[str, Any]) -> None:
     status, message = reason.get("status_code"), str(reason.get("message"))
     if isinstance(status, int) and 400 <= status < 500:
         _raise_for(status, message)
-    raise EngineUnavailable(f"cut by the engine: {message}")
+    raise Cut(f"cut by the engine: {message}")
 
 
 def _raise_for(status: int, text: str) -> None:

@@ -61,8 +61,12 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     summary: tuple[When, ...] = ()
     fold: tuple[str, ...] = ()
     """Patterns deleted from system texts before contexts are compared (version suffixes and the like)."""
+    early_text: bool = False
+    """Streamed text may be sent while it is generated. Only for harnesses that drop a turn whose stream was cut inside
+    its text and ask again: others take the beginning for the whole."""
 
-    def folds(self) -> tuple[re.Pattern[str], ...]:
+    @property
+    def patterns(self) -> tuple[re.Pattern[str], ...]:
         return tuple(re.compile(p) for p in self.fold)
 
 
@@ -71,6 +75,16 @@ class Surroundings(NamedTuple):
 
     parent_class: str  # class of the call that is continued, "" if none
     opens_first: bool  # the conversation begins as the first call of the execution did (or is the first)
+
+
+def fingerprint(request: Request) -> str:
+    """What a rule could hold on to: named in the warning about a call that no rule knows."""
+    tools = ",".join(t.name for t in request.tools)
+    agents = [f"{k}: {v[:80]}" for k, v in sorted(request.headers.items()) if "agent" in k and k != "user-agent"]
+    agents += [f"user-agent: {request.headers.get('user-agent', '')[:60]}"]
+    system = next((m.text for m in request.messages if m.role == "system"), "")
+    last = request.messages[-1]
+    return f"tools [{tools}]; {'; '.join(agents)}; system {system[:120]!r}; last {last.role} {last.text[:120]!r}"
 
 
 class Verdict(NamedTuple):

@@ -88,6 +88,9 @@ class Rendering:
         """`foreign`: an assistant turn is rendered the same wherever it stands, so one may follow exact ids."""
         self._renderer, self._tokenizer, self._local, self._foreign = renderer, tokenizer, local, foreign
         self.stop_ids: tuple[int, ...] = tuple(renderer.get_stop_token_ids())
+        self.marks_calls = local
+        """Tool calls and reasoning begin with tokens of their own: plain text is known while it is generated."""
+        self.special_ids = frozenset(self.stop_ids) | frozenset(getattr(tokenizer, "added_ids", ()))
 
     def fresh(self, messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> list[int]:
         """The whole conversation, ready for the next assistant turn."""
@@ -151,6 +154,23 @@ class Rendering:
             else:
                 calls.append(found)
         return Parsed(text, parsed.reasoning_content or "", tuple(calls))
+
+    def text_of(self, ids: list[int]) -> str:
+        """Ids of plain text, without any loss."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def tokens_before(self, output: npt.NDArray[np.int32], stop: str) -> int:
+        """How many output tokens lie wholly before the first `stop` in the text that follows the reasoning."""
+        ids = output.tolist()
+        whole = self.text_of(ids)
+        at = whole.find(stop, max(0, whole.rfind("</think>")))
+        if at < 0:
+            return len(ids)
+        low, high = 0, len(ids)  # the largest k with len(text of k tokens) <= at
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if len(self.text_of(ids[:middle])) <= at else (low, middle - 1)
+        return low
 
     def decode(self, ids: npt.NDArray[np.int32]) -> str:
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))

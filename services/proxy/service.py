@@ -20,10 +20,13 @@ import uvicorn
 
 from services.proxy import rendering
 from services.proxy.app import ProxyApp
-from services.proxy.calls import Calls, Limits
+from services.proxy.calls import Calls
 from services.proxy.core import AbortCalls, ProxyCore
 from services.proxy.dialects.base import ApiError
 from services.proxy.engine_client import EngineClient
+from services.proxy.generating import Generating, Limits
+from services.proxy.plans import Plans
+from services.proxy.prompts import Prompts
 from services.proxy.recorder import Recorder
 from services.proxy.watch import Watch
 from shared.bus import Stored
@@ -45,14 +48,18 @@ async def serve(ctx: ServiceContext) -> None:
     meters = _Meters(ctx)
 
     async def publish(event: Event, msg_id: str) -> int:
-        sequence = await ctx.bus.publish(event, msg_id=msg_id)
+        sequence = await ctx.bus.publish(event, msg_id=msg_id or None)
         if isinstance(event, ModelCallRecorded):
             meters.count(event)
         return sequence
 
-    calls = Calls(core, renderer, engine, Recorder(core, publish), watch, Limits(model.context, proxy.call_timeout_s))
-    refusals = _Refusals(ctx)
-    app = ProxyApp(core, calls, watch, ctx.bus.last_sequence, refusals.report, model.name)
+    notices, recorder = _Notices(ctx), Recorder(core, publish)
+    plans = Plans(_letters(ctx.args.get("instance", "")), notices.publish)
+    prompts = Prompts(renderer, plans.profile)
+    limits = Limits(model.context, proxy.call_timeout_s, ctx.config.cells.handover_timeout_s)
+    generating = Generating(core, renderer, prompts, engine, recorder, watch, limits)
+    calls = Calls(core, prompts, plans, generating, recorder)
+    app = ProxyApp(core, calls, watch, ctx.bus.last_sequence, notices.refused, model.name)
     listener = _Listener(app, ctx.run_dir / f"{ctx.actor}.sock", proxy.port)
 
     def observe(message: Stored) -> None:
@@ -74,7 +81,7 @@ async def serve(ctx: ServiceContext) -> None:
     finally:
         await calls.close()
         await listener.stop()
-        await refusals.close()
+        await notices.close()
         await engine.close()
 
 
@@ -97,23 +104,25 @@ class _Meters:
         self._seconds.observe(record.seconds)
 
 
-class _Refusals:
-    """Publishes what harnesses were refused; never in the way of an answer."""
+class _Notices:
+    """Publishes what harnesses were refused and what no profile knows; never in the way of an answer."""
 
     def __init__(self, ctx: ServiceContext) -> None:
         self._ctx, self._unknown = ctx, 0
         self._tasks: set[asyncio.Task[int]] = set()
         self._counter = ctx.telemetry.counter("gyre_proxy_refused_total", "Calls refused or failed", ["kind"])
 
-    def report(self, execution: str, error: ApiError) -> None:
+    def refused(self, execution: str, error: ApiError) -> None:
         self._counter.labels(error.kind).inc()
         if not execution:
             self._unknown += 1
             if self._unknown > UNKNOWN_REPORTED:
                 return
-        event = ModelCallRefused(
-            execution=execution, status=error.status, kind=error.kind, message=error.message[:2000]
+        self.publish(
+            ModelCallRefused(execution=execution, status=error.status, kind=error.kind, message=error.message[:2000])
         )
+
+    def publish(self, event: Event) -> None:
         task = asyncio.create_task(self._ctx.bus.publish(event))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -121,6 +130,11 @@ class _Refusals:
     async def close(self) -> None:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=2)
+
+
+def _letters(name: str) -> str:
+    """A proxy's name as it stands in call ids."""
+    return "".join(c for c in name if c.isascii() and c.isalnum())
 
 
 class _Server(uvicorn.Server):

@@ -21,6 +21,7 @@ class FastTokenizer:
         self._tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self.added_ids = frozenset(self._tokenizer.get_added_tokens_decoder())
         config = folder / "tokenizer_config.json"
         fields = json.loads(config.read_bytes()) if config.is_file() else {}
         self.name_or_path = str(folder)

@@ -198,6 +198,8 @@ def _role_changed(a: Actions, event: ev.CellRoleChanged) -> None:
     if cell and (event.order >= cell.order or not cell.ordered or event.previous == OFFLINE):
         cell.role = event.role
         a.touch(cell)
+        if a.state.notes is not None:
+            a.state.notes.role_changed(event.previous, event.role, event.seconds)
 
 
 def _cell_refitted(a: Actions, event: ev.CellRefitted) -> None:

@@ -8,6 +8,7 @@ scaled down alike, so a forecast costs the same for 10,000 cells as for 10.
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from bisect import bisect_right
 from collections import deque
@@ -29,6 +30,9 @@ class Outlook:
     cells: float
     group_s: float  # training, cell-seconds per group
     commit_s: float
+    to_training_s: float  # cells leave rollout one after the other, each taking so long
+    pause_s: float  # at a burst's end: the last group's assessment, and refits before anything is placed
+    join: float  # cells that join at once: 1, scaled
     groups: tuple[tuple[float, ...], ...]
     fresh: tuple[tuple[float, ...], ...]  # groups to be dispatched next, in order, used again and again
 
@@ -42,7 +46,7 @@ def outlook(settings: Settings, s: State, notes: Notes, seed: str) -> Outlook:
     known = [tuple(group) for group in notes.finished]
     rest: dict[str, list[float]] = {name: [] for name in s.ready}
     ages: dict[str, list[float]] = {}
-    for name, execution in s.executions.items():
+    for execution in s.executions.values():
         if not execution.evaluation:
             rest.setdefault(execution.group, [])
             age = notes.now - execution.started_at if execution.started else 0.0
@@ -63,7 +67,10 @@ def outlook(settings: Settings, s: State, notes: Notes, seed: str) -> Outlook:
         places=s.live_capacity / scale,
         cells=len(s.cells) / scale,
         group_s=notes.trained_s / max(1, notes.batches * b),
-        commit_s=notes.commit_s + notes.assess_s,
+        commit_s=notes.commit_s,
+        to_training_s=notes.to_training_s,
+        pause_s=notes.to_rollout_s + notes.assess_s,
+        join=1.0 / scale,
         groups=tuple(tuple(rest[name]) for name in list(rest)[:keep]),
         fresh=tuple(fresh),
     )
@@ -116,46 +123,88 @@ class _Rollout:
             self.fill(now)
 
 
+class _Ahead:
+    """The near future of one schedule: executions in places, cells that train what is ready."""
+
+    def __init__(self, now: Outlook) -> None:
+        self.now = now
+        self.rollout = _Rollout(now.places)
+        self.t = 0.0
+        self.trained = 0.0  # cell-seconds of the groups consumed so far
+        self.in_training = 0.0  # cells
+        self.joining: float | None = None  # when the cell that is on its way will train
+        self.known = self.consumed = 0  # groups dispatched, groups consumed (the batch in work included)
+        self._per_cell = now.places / now.cells
+        self._source = _cycle(now.fresh)
+        for lives in now.groups:
+            self._dispatch(lives)
+
+    def _dispatch(self, lives: Sequence[float]) -> None:
+        self.rollout.add(lives, self.t)
+        self.known += 1
+
+    def _spare_cells(self) -> float:
+        """Cells that the waterlevel does not need."""
+        return max(0.0, (self.now.places - self.rollout.level) / self._per_cell)
+
+    def begin_burst(self, outstanding: int) -> None:
+        self._pass(self.now.pause_s if self.t else 0.0)
+        self.joining = None
+        for _ in range(outstanding - (self.known - self.consumed)):
+            self._dispatch(next(self._source))
+        self.in_training = min(self.in_training, self._spare_cells())
+
+    def train_batch(self) -> None:
+        """Until the next batch is complete and trained; cells leave rollout while there is room and work."""
+        now, rollout = self.now, self.rollout
+        self.consumed += now.batch
+        limit = self.consumed * now.group_s
+        while True:
+            available = min(limit, rollout.ready * now.group_s)
+            if available > self.trained or now.group_s == 0:
+                self._join()
+            finish = rollout.running[0][0] if rollout.running else math.inf
+            following = min(finish, self.joining if self.joining is not None else math.inf)
+            if rollout.ready >= self.consumed and (self.in_training > 0 or following == math.inf):
+                done = self.t + (limit - self.trained) / (self.in_training or now.join)
+                if done <= following:
+                    self.t, self.trained = done, limit
+                    return
+            self.trained += min(available - self.trained, self.in_training * (following - self.t))
+            self.t = following
+            if following == finish:
+                rollout.finish_one(following)
+            else:
+                self.in_training = min(now.cells, self.in_training + now.join)
+                self.joining = None
+
+    def _join(self) -> None:
+        """The next cell leaves rollout, if one may and none is on its way."""
+        wanted = min(self.now.cells, self._spare_cells())
+        if self.joining is None and wanted >= self.in_training + self.now.join:
+            self.joining = self.t + self.now.to_training_s
+
+    def commit(self) -> None:
+        self._pass(self.now.commit_s)
+
+    def _pass(self, seconds: float) -> None:
+        self.t += seconds
+        running = self.rollout.running
+        while running and running[0][0] <= self.t:
+            self.rollout.finish_one(running[0][0])
+
+
 def forecast(now: Outlook, mu: int, phi: float, steps: int, total: int) -> list[float]:
     """Seconds from now at which each of the next `steps` batches commits, with bursts of mu and (phi + mu) * B groups
     outstanding at their start; `total` batches are left in the run."""
-    rollout = _Rollout(now.places)
-    for lives in now.groups:
-        rollout.add(lives, 0.0)
-    source = _cycle(now.fresh)
-    consumed = 0  # groups, incl. the batch in work
+    ahead = _Ahead(now)
     commits: list[float] = []
-    t, trained, in_training = 0.0, 0.0, 0.0
-    known = len(now.groups)
-    per_cell = now.places / now.cells
     while len(commits) < steps:
-        first = len(commits) % mu == 0
-        if first:
-            target = min(round((mu + phi) * now.batch), (total - len(commits)) * now.batch)
-            for _ in range(target - (known - consumed)):
-                rollout.add(next(source), t)
-                known += 1
-            in_training = min(in_training, max(0.0, (now.places - rollout.level) // per_cell))
-        consumed += now.batch
-        limit = consumed * now.group_s
-        while True:  # train this batch; leave rollout whenever there is room and work
-            available = min(limit, rollout.ready * now.group_s)
-            if available > trained or now.group_s == 0:
-                in_training = max(in_training, min(now.cells, (now.places - rollout.level) // per_cell))
-            done = t + (limit - trained) / in_training if in_training >= 1 and rollout.ready >= consumed else None
-            if done is None and rollout.ready >= consumed and not rollout.running:
-                done = t + (limit - trained) / max(1.0, in_training)
-            if done is not None and (not rollout.running or done <= rollout.running[0][0]):
-                t, trained = done, limit
-                break
-            following = rollout.running[0][0]
-            trained += min(available - trained, in_training * (following - t))
-            t = following
-            rollout.finish_one(t)
-        t += now.commit_s
-        while rollout.running and rollout.running[0][0] <= t:
-            rollout.finish_one(rollout.running[0][0])
-        commits.append(t)
+        if len(commits) % mu == 0:
+            ahead.begin_burst(min(round((mu + phi) * now.batch), (total - len(commits)) * now.batch))
+        ahead.train_batch()
+        ahead.commit()
+        commits.append(ahead.t)
     return commits
 
 

@@ -5,9 +5,9 @@ staleness, by playing the next steps forward (forecast.py). It keeps an account 
 run's end leaves over (the last burst dispatches nothing ahead) is used before. A cell leaves rollout as soon as one
 group is there for it, and trained cells stay through a publication while the others hold the next dispatch.
 
-Invariant: the guarantees are Elastic's. No cell leaves while the others' capacity is below the waterlevel, training cells
-are a growing prefix, and the mean staleness planned for the whole run never exceeds (mu - 1)/2 + phi of the run file.
-Without enough observations the run file's own mu and phi are used.
+Invariant: the guarantees are Elastic's. No cell leaves while the others' capacity is below the waterlevel, training
+cells are a growing prefix, and the mean staleness planned for the whole run never exceeds (mu - 1)/2 + phi of the run
+file. Without enough observations the run file's own mu is used.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from dataclasses import dataclass
 
 from services.scheduler.forecast import forecast, outlook
 from services.scheduler.notes import Notes, Plan
-from services.scheduler.policy import Membership, switched
+from services.scheduler.policy import Membership, depth, switched
 from services.scheduler.state import Settings, State, supply
 
-GAIN = 0.03  # another mu must be better by this, in a forecast, to be taken
-WARM, STEPS = 6, 18  # a forecast measures steps (WARM, STEPS]: whole bursts of 1, 2, 3, 4, 6 and 12
+GAIN = 0.03  # another mu must be better by this, and in every draw of a forecast, to be taken
+LONGEST = 60  # steps: a run that is nearer to its end is forecast to the end, with its last, shorter burst
+WARM, STEPS = 6, 18  # else a forecast measures steps (WARM, STEPS]: whole bursts of 1, 2, 3, 4, 6 and 12
 
 
 @dataclass(frozen=True)
@@ -92,32 +93,50 @@ class Lookahead:
         return Plan(burst=burst, mu=max(1, min(mu, left)), outstanding=out, forecast_s=seconds)
 
     def _best_mu(self, s: State, notes: Notes, burst: int, left: int) -> tuple[int, float]:
+        """The steps of the burst, and the forecast seconds per step (0: no forecast was possible)."""
+        allowed = [mu for mu in range(1, math.floor(2 * self._target + 1) + 1) if self._spend(s, notes, mu) >= 0.0]
         own = notes.plan.mu if notes.plan.burst and left > notes.plan.mu else self.settings.mu
-        if len(notes.finished) < max(8, self.settings.groups_per_batch // 2) or left <= 1:
+        if own not in allowed:
+            own = max((mu for mu in allowed if mu < own), default=1)
+        # The first groups to be ready are the short ones: what is seen of the first bursts is not the whole truth.
+        enough = notes.seen >= 2 * depth(self.settings) and len(notes.finished) >= 8
+        if not enough or left <= 1 or s.live_capacity == 0:
             return own, 0.0
-        steps = min(STEPS, left)
-        warm = WARM if left >= STEPS else 0
-        now = outlook(self.settings, s, notes, f"{self.settings.seed}/lookahead/{burst}")
-        times: dict[int, float] = {}
-        for mu in range(1, math.floor(2 * self._target + 1) + 1):
-            commits = forecast(now, mu, self._phi(s, notes, mu), steps, left)
-            times[mu] = (commits[-1] - (commits[warm - 1] if warm else 0.0)) / (steps - warm)
-        best = min(times, key=lambda mu: (times[mu], mu))
-        current = times.get(own, math.inf)
-        return (best, times[best]) if times[best] < current * (1 - GAIN) else (own, current)
+        to_the_end = left <= LONGEST
+        steps, warm = (left, 0) if to_the_end else (STEPS, WARM)
+        times: dict[int, list[float]] = {mu: [] for mu in {own, *allowed}}
+        for draw in range(self._draws):
+            now = outlook(self.settings, s, notes, f"{self.settings.seed}/lookahead/{burst}/{draw}")
+            for mu, seconds in times.items():
+                commits = forecast(now, mu, self._phi(s, notes, mu), steps, left)
+                seconds.append((commits[-1] - (commits[warm - 1] if warm else 0.0)) / (steps - warm))
+        best = min(times, key=lambda mu: (sum(times[mu]), mu))
+        sure = all(a < b for a, b in zip(times[best], times[own], strict=True))
+        if not sure or sum(times[best]) >= sum(times[own]) * (1 - GAIN):
+            best = own
+        return best, sum(times[best]) / self._draws
+
+    @property
+    def _draws(self) -> int:
+        """The fewer executions a forecast has, the more it is left to chance."""
+        return max(1, min(5, 3072 // max(1, depth(self.settings) * self.settings.executions_per_group)))
 
     @property
     def _target(self) -> float:
         return (self.settings.mu - 1) / 2 + self.settings.phi
 
     def _phi(self, s: State, notes: Notes, mu: int) -> float:
-        """Extra dispatch, in batches, that spends exactly the staleness which is left, if all bursts to come have mu
-        steps. The last one dispatches nothing ahead, whatever phi is."""
+        """Extra dispatch, in batches: what the account allows, at most a quarter batch above the steady value."""
+        steady = max(0.0, self._target - (mu - 1) / 2)
+        return max(0.0, min(self._spend(s, notes, mu), steady + 0.25))
+
+    def _spend(self, s: State, notes: Notes, mu: int) -> float:
+        """The phi that spends exactly the staleness which is left, if all bursts to come have mu steps; below 0: even
+        without extra dispatch it is too much. The last burst dispatches nothing ahead, whatever phi is."""
         left = self.settings.steps - s.version
         last = left % mu or mu
-        if left <= last:
-            return 0.0
         allowed = self._target * self.settings.steps - notes.stale_groups / self.settings.groups_per_batch
-        bursts = (left - last) * (mu - 1) / 2 + last * (last - 1) / 2
-        steady = max(0.0, self._target - (mu - 1) / 2)
-        return max(0.0, min((allowed - bursts) / (left - last), steady + 0.25))
+        spare = allowed - (left - last) * (mu - 1) / 2 - last * (last - 1) / 2 + 1e-9
+        if left <= last:
+            return 0.0 if spare >= 0 else -1.0
+        return spare / (left - last)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-KEEP = 192  # finished groups whose durations are kept
+KEEP = 384  # finished groups whose durations are kept
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -23,11 +23,15 @@ class Plan(msgspec.Struct, frozen=True):
 class Notes(msgspec.Struct):
     now: float = 0.0
     open: dict[str, list[float]] = {}  # group -> seconds of its finished executions
+    seen: int = 0  # groups that became ready
     finished: list[list[float]] = []  # of the last KEEP ready groups, oldest first
     last_finish: dict[str, float] = {}
     assess_s: float = 0.0  # last execution finished -> group ready, of the last ready group
     trained_s: float = 0.0  # seconds of micro-steps of all committed batches
     commit_s: float = 0.0
+    to_training_s: float = 0.0  # last switch of a cell: ordered -> training
+    to_rollout_s: float = 0.0
+    draining_s: float = 0.0
     batches: int = 0
     stale_groups: int = 0  # sum over committed batches of the groups that it left outstanding: each ages by one version
     plan: Plan = Plan()
@@ -37,12 +41,22 @@ class Notes(msgspec.Struct):
         self.last_finish[group] = self.now
 
     def group_ready(self, group: str) -> None:
+        self.seen += 1
         seconds = self.open.pop(group, [])
         if seconds:
             self.finished.append(seconds)
             self.assess_s = self.now - self.last_finish.pop(group)
         if len(self.finished) > 2 * KEEP:
             del self.finished[:-KEEP]
+
+    def role_changed(self, previous: str, role: str, seconds: float) -> None:
+        """`seconds`: what the cell spent in its role before."""
+        if previous == "draining":
+            self.draining_s = seconds
+        elif previous == "joining" and role == "training":
+            self.to_training_s = self.draining_s + seconds
+        elif previous == "returning" and role == "rollout":
+            self.to_rollout_s = seconds
 
     def batch_committed(self, outstanding: int, seconds: float) -> None:
         self.batches += 1

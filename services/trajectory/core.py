@@ -38,6 +38,7 @@ from shared.events import (
     GroupAssigned,
     GroupReady,
     MicroStepReady,
+    ModelCallMarked,
     ModelCallRecorded,
     PathSelected,
     RunStarted,
@@ -126,6 +127,8 @@ class TrajectoryCore:
                 self.groups.started(event)
             case ModelCallRecorded():
                 self.groups.recorded(event)
+            case ModelCallMarked():
+                self.groups.marked(event)
             case ExecutionFinished():
                 return self._became_ready(self.groups.finished(event), now)
             case ExecutionAssessed():

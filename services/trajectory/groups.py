@@ -18,6 +18,7 @@ from shared.events import (
     ExecutionDispatched,
     ExecutionFinished,
     ExecutionStarted,
+    ModelCallMarked,
     ModelCallRecorded,
     Sampling,
     VersionSpan,
@@ -104,6 +105,11 @@ class Groups:
         execution = self._open(event.execution, event.attempt)
         if execution is not None and execution.tree.add(event) is not None:
             execution.generated += len(event.output_ids) // 4
+
+    def marked(self, event: ModelCallMarked) -> None:
+        execution = self._open(event.execution, event.attempt)
+        if execution is not None:
+            execution.tree.mark(event.call, event.attempt, discarded=event.discarded)
 
     def finished(self, event: ExecutionFinished) -> Group | None:
         """The event's group, if that made it ready."""

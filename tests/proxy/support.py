@@ -115,6 +115,8 @@ class Turn:
     delay_s: float = 0.0
     versions: tuple[tuple[str, int, int], ...] = ()
     message: str = ""  # of an error
+    bad_logprob: float | None = None  # reported for every token
+    pause_s: float = 0.0  # before every report but the first
 
 
 @dataclass
@@ -131,11 +133,15 @@ class ScriptedEngine:
     interval: int = 3
     url: str = ""
     gate: asyncio.Event | None = None
+    hung: bool = False  # takes requests and never answers, not even about its health
+    aborted: list[str] = field(default_factory=list)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[ScriptedEngine]:
         app = web.Application(client_max_size=2**30)
         app.router.add_post("/generate", self._generate)
+        app.router.add_post("/abort_request", self._abort)
+        app.router.add_get("/health", self._health)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -146,9 +152,22 @@ class ScriptedEngine:
         finally:
             await runner.cleanup()
 
+    async def _abort(self, request: web.Request) -> web.Response:
+        self.aborted.append((await request.json())["rid"])
+        return web.Response()
+
+    async def _health(self, request: web.Request) -> web.Response:
+        await self._hang()
+        return web.Response()
+
+    async def _hang(self) -> None:
+        while self.hung:
+            await asyncio.sleep(0.02)
+
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests.append(body)
+        await self._hang()
         turn = self.choose(body) if self.choose else (self.turns.pop(0) if self.turns else self.default)
         if self.gate is not None:
             await self.gate.wait()
@@ -161,6 +180,10 @@ class ScriptedEngine:
         stop = min(len(ids), *(n for n in (turn.cut_after, turn.abort_after) if n is not None), len(ids))
         for end in [*range(self.interval, stop, self.interval), stop]:
             finish = None
+            await asyncio.sleep(turn.pause_s if end > self.interval else 0.0)
+            if body["rid"] in self.aborted:
+                await response.write(self._chunk(ids[:end], {"type": "abort", "message": "asked"}, turn))
+                return response
             if end == stop:
                 cut = stop < len(ids) or turn.abort_after is not None
                 finish = {"type": "abort", "message": turn.message} if cut else {"type": turn.finish}
@@ -174,7 +197,7 @@ class ScriptedEngine:
         return response
 
     def _chunk(self, ids: list[int], finish: dict[str, Any] | None, turn: Turn) -> bytes:
-        rows = [[-0.5 - i / 100, t, None] for i, t in enumerate(ids)]
+        rows = [[-0.5 - i / 100 if turn.bad_logprob is None else turn.bad_logprob, t, None] for i, t in enumerate(ids)]
         versions = turn.versions or (("v3", 0, len(ids)),)
         meta = {
             "finish_reason": finish,
@@ -224,9 +247,10 @@ class World:
         )
         self.http = aiohttp.ClientSession()
 
-    async def start_proxy(self) -> None:
+    async def start_proxy(self, instance: str = "") -> None:
         after = await self.control.last_sequence()
-        self._ctx = await open_context("proxy", self.nats_url, self.run)
+        args = {"instance": instance} if instance else {}
+        self._ctx = await open_context("proxy", self.nats_url, self.run, args)
         self._task = asyncio.create_task(serve(self._ctx))
         reading = asyncio.create_task(self._next_ready(after))
         await asyncio.wait({self._task, reading}, return_when=asyncio.FIRST_COMPLETED, timeout=60)

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from services.cell_agent import commands as do
 from services.cell_agent.core import CellCore
+from services.cell_agent.moves import answer
 from shared import events as ev
 from shared.actor import Do, Publish
+from shared.ids import call_id, request_id
 
 if TYPE_CHECKING:
     from tests.scheduler.world import World
@@ -114,7 +116,24 @@ class RealAgent:
         self.later(10.0, up)
 
     def _drain(self, c: do.Drain) -> None:
+        for number, (execution, target) in enumerate(self.core.state.moves.routes.items()):
+            self._cut(c.order, execution, target, "lease" if number % 2 else "")
         self.later(self.world.plan.switch_s, lambda: self.tell(ev.CellDrained, order=c.order, seconds=0.0))
+
+    def _cut(self, order: int, execution: str, target: int, lease: str) -> None:
+        """Every execution that was moved has one live call here."""
+        call = call_id(execution, 1, order)
+        named = {"rid": request_id(call, self.lives), "call": call, "execution": execution, "lease": lease}
+        cells = {"from_cell": self.index, "to_cell": target, "incarnation": self.incarnation}
+        self.world.publish(ev.CallCut(**named, **cells, order=order, hold_s=15.0))
+
+    def _adopt(self, c: do.Adopt) -> None:
+        told = answer(c.cut, self.index, self.incarnation, "pages")
+        self.later(0.1, lambda: self.world.publish(told))
+
+    def _release(self, c: do.Release) -> None:
+        named = {"rid": c.rid, "execution": c.execution, "lease": c.lease, "outcome": c.outcome}
+        self.tell(ev.CallReleased, **named)
 
     def _canceldrain(self, c: do.CancelDrain) -> None:
         pass
@@ -188,6 +207,9 @@ class RealAgent:
 
     def _settle(self, c: do.Settle) -> None:
         self.claiming = None
+
+    def _count(self, c: do.Count) -> None:
+        pass
 
     def _export(self, c: do.Export) -> None:
         self.world.publish(ev.PolicyExported(version=c.version, path=""))

@@ -166,8 +166,9 @@ def test_batches_that_cannot_fit_are_refused(tmp_path: Path) -> None:
     assert "13 groups x 8 executions = 104" in too_many
     assert "at most 12" in too_many
     assert "at most 96" in problems(path, scheduler__executions_per_group=97)["scheduler.executions_per_group"]
-    asynchronous = {"scheduler__mode": "async", "scheduler__groups_per_batch": 9}
-    assert "2 rollout cells" in problems(path, **asynchronous)["scheduler.groups_per_batch"]
+    load(path, {"scheduler.mode": "async", "scheduler.groups_per_batch": 12})  # 64 places in rollout: the rest queues
+    asynchronous = {"scheduler__mode": "async", "scheduler__groups_per_batch": 13}
+    assert "3 cells" in problems(path, **asynchronous)["scheduler.groups_per_batch"]
     alone = problems(path, scheduler__mode="async", scheduler__async_training_cells=3)
     assert "at most 2" in alone["scheduler.async_training_cells"]
     assert "negative" in problems(path, scheduler__phi=-0.5)["scheduler.phi"]

@@ -25,7 +25,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
-from services.cell_agent.engine import cpu_attention
+from services.cell_agent.engine import cpu_attention, live_calls
 
 PR_SET_PDEATHSIG = 1
 CPU_SHIMS = Path(__file__).parent / "cpu_shims"
@@ -117,12 +117,14 @@ def main(arguments: list[str]) -> None:
     parent, device, server = int(arguments[0]), arguments[1], arguments[2:]
     die_with(parent)
     keep = prepare_cpu(server[server.index("--model-path") + 1]) if device == "cpu" else None
+    import sglang.srt.entrypoints.http_server as http_server
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
+    live_calls.install(http_server)
     try:
         run_server(prepare_server_args(server))
     finally:

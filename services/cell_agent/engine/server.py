@@ -17,11 +17,15 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
+from services.cell_agent.engine import live_calls
+from services.cell_agent.engine.kv.wire import HOST_ENV, SECRET_ENV, STALE_ENV
 from shared.config import RunConfig
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -30,6 +34,7 @@ HEALTH_POLL_S = 0.25
 HEALTH_TIMEOUT_S = 20.0
 CALLS_PER_EXECUTION = 2  # sub-agents and summaries run beside the main call
 TOKEN_COUNTER = "sglang:generation_tokens_total{"
+KV_TRANSFER_TIMEOUT_S = "5"  # the least that Mooncake takes
 REQUEST = aiohttp.ClientTimeout(total=10.0)
 
 
@@ -59,9 +64,11 @@ class EngineSpec:
     extra_args: tuple[str, ...] = ()
     start_timeout_s: float = 300.0
     host: str = "127.0.0.1"
+    kv_secret: str = ""  # of the run; empty = the engine hands no KV pages over
+    kv_stale: str = "drop"  # what becomes of KV that older weights computed: engine/kv/versions.py
 
 
-def spec_of(config: RunConfig, cell: int, device: str) -> EngineSpec:
+def spec_of(config: RunConfig, cell: int, device: str, kv_secret: str = "") -> EngineSpec:
     """The engine that the run file asks for. On a CPU one process serves; tensor parallelism needs accelerators."""
     cells, model = config.cells, config.model
     return EngineSpec(
@@ -78,6 +85,7 @@ def spec_of(config: RunConfig, cell: int, device: str) -> EngineSpec:
         tensor_parallel=cells.tensor_parallel if device == "cuda" else 1,
         extra_args=cells.engine_args,
         start_timeout_s=cells.start_timeout_s,
+        kv_secret=kv_secret,
     )
 
 
@@ -220,8 +228,8 @@ class Engine:
         lines = (line for line in text.splitlines() if line.startswith(TOKEN_COUNTER))
         return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines))
 
-    async def post(self, path: str, body: dict[str, object]) -> None:
-        """One control request; EngineFailed unless it is answered with 200."""
+    async def post(self, path: str, body: dict[str, object]) -> Any:
+        """One control request; its JSON, if it has any. EngineFailed unless it is answered with 200."""
         try:
             async with self._http.post(path, json=body) as response:
                 text = await response.text()
@@ -229,6 +237,23 @@ class Engine:
                     raise EngineFailed(f"{path} on cell {self.spec.cell} answered {response.status}: {text}", self.log)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineFailed(f"{path} on cell {self.spec.cell} failed ({error!r})", self.log) from error
+        return json.loads(text) if text.strip().startswith(("{", "[")) else None
+
+    async def calls(self) -> list[str]:
+        """Request ids of the live calls."""
+        try:
+            async with self._http.get(live_calls.PATH) as response:
+                response.raise_for_status()
+                body = await response.json()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineFailed(
+                f"engine of cell {self.spec.cell} does not list its calls ({error!r})", self.log
+            ) from error
+        return list(body["calls"])
+
+    async def abort(self, calls: Sequence[str]) -> list[str]:
+        """Ask for the end of these calls, which return what they have (finish reason abort). Those that were live."""
+        return list((await self.post(f"{live_calls.PATH}/abort", {"calls": list(calls)}))["aborted"])
 
     async def abort_all(self) -> None:
         """End every live call; each returns what it has, with finish reason abort."""
@@ -320,4 +345,9 @@ def _environment(spec: EngineSpec, scratch: Path) -> dict[str, str]:
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     if spec.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
+    if spec.kv_secret:
+        environment |= {SECRET_ENV: spec.kv_secret, STALE_ENV: spec.kv_stale, HOST_ENV: spec.host}
+        environment["MC_TRANSFER_TIMEOUT"] = KV_TRANSFER_TIMEOUT_S
+        if spec.device == "cpu":
+            environment["MC_FORCE_TCP"] = "1"
     return environment

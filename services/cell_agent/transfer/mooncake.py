@@ -13,9 +13,9 @@ least).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,6 +38,15 @@ class NotRegistered(TransferError):
 
 class PeerUnreachable(TransferError):
     """The owner of the memory did not deliver: it is gone, hangs, or no longer offers that memory."""
+
+
+class Piece(NamedTuple):
+    """`nbytes` at `address` of the peer go to `offset` in the registered buffer `into`."""
+
+    address: int
+    into: torch.Tensor
+    offset: int
+    nbytes: int
 
 
 class TransferSession:
@@ -97,6 +106,32 @@ class TransferSession:
                     f"reading {nbytes} bytes from {peer} failed (code {code}): its process is gone or hangs, "
                     "or the snapshot was released; wait for the next WeightsPublished"
                 )
+
+    def read_pieces(self, peer: str, pieces: Sequence[Piece]) -> int:
+        """Copy scattered pieces from the process at `peer`; returns the bytes. Blocks without the GIL."""
+        local: list[int] = []
+        remote: list[int] = []
+        sizes: list[int] = []
+        for piece in pieces:
+            start = piece.into.data_ptr()
+            known = self._registered.get(start)
+            if known is None or piece.offset < 0 or piece.offset + piece.nbytes > min(known.nbytes, piece.into.nbytes):
+                raise NotRegistered(f"a receiving buffer is not registered for {piece.offset}+{piece.nbytes} bytes")
+            offset = piece.offset
+            for size in _requests(piece.nbytes):
+                local.append(start + offset)
+                remote.append(piece.address + offset - piece.offset)
+                sizes.append(size)
+                offset += size
+        for i in range(0, len(sizes), BATCH_REQUESTS):
+            j = i + BATCH_REQUESTS
+            code = self._engine.batch_transfer_sync_read(peer, local[i:j], remote[i:j], sizes[i:j])
+            if code != 0:
+                raise PeerUnreachable(
+                    f"reading {len(pieces)} pieces from {peer} failed (code {code}): its process is gone or hangs, "
+                    "or it no longer offers that memory"
+                )
+        return sum(sizes)
 
     def close(self) -> None:
         for buffer in list(self._registered.values()):

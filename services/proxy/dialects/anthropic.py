@@ -1,8 +1,8 @@
 """Anthropic Messages, as its public reference describes it: streaming and not, tools, thinking, token counts, errors.
 
-Invariant: a reply is written whole, after the call is recorded. Tool input must be an object on this wire, so what the
-policy generated as malformed arguments reaches the harness as {"malformed_arguments": text}; the record keeps the
-tokens.
+Invariant: a reply's tool calls are written after the call is recorded. Tool input must be an object on this wire, so
+what the policy generated as malformed arguments reaches the harness as {"malformed_arguments": text}; the record keeps
+the tokens.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from services.proxy.dialects.base import (
     check_conversation,
     check_tool_choice,
     event,
+    format_instruction,
     json_text,
     optional_count,
     optional_flag,
     optional_number,
+    with_instruction,
 )
 
 name = "anthropic"
@@ -60,7 +62,7 @@ def parse(body: Any, headers: Mapping[str, str], *, counting: bool = False) -> R
     return Request(
         dialect=name,
         model=as_text(body.get("model", ""), "model"),
-        messages=check_conversation(tuple(messages)),
+        messages=with_instruction(check_conversation(tuple(messages)), _wanted_format(body)),
         tools=tools,
         stream=optional_flag(body, "stream"),
         max_tokens=max_tokens,
@@ -70,6 +72,14 @@ def parse(body: Any, headers: Mapping[str, str], *, counting: bool = False) -> R
         tool_choice=check_tool_choice(_tool_choice(body.get("tool_choice")), tools),
         headers=headers,
     )
+
+
+def _wanted_format(body: dict[str, Any]) -> str:
+    """Structured output: output_config.format, or the older output_format."""
+    config = as_object(body.get("output_config") or {}, "output_config")
+    if config.get("format") is not None:
+        return format_instruction(config["format"], "output_config.format")
+    return format_instruction(body.get("output_format"), "output_format")
 
 
 def _messages(value: Any, where: str) -> list[Message]:
@@ -190,16 +200,21 @@ class _Stream:
         self._head = _head(call, request.model)
         self._call = call
         self._open = False
+        self._sent = 0  # characters of the text
 
     def start(self) -> bytes:
         usage = {"input_tokens": 0, "output_tokens": 0}
         message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return event({"type": "message_start", "message": message}, "message_start")
 
-    def keep_alive(self) -> bytes:
+    def text(self, delta: str) -> bytes:
+        self._sent += len(delta)
         opening = b"" if self._open else self._block(0, {"type": "text", "text": ""})
         self._open = True
-        return opening + self._delta(0, {"type": "text_delta", "text": ""})
+        return opening + self._delta(0, {"type": "text_delta", "text": delta})
+
+    def keep_alive(self) -> bytes:
+        return self.text("")
 
     def reply(self, reply: Reply) -> bytes:
         parts, index = [], 0
@@ -213,8 +228,8 @@ class _Stream:
         if message.text or self._open:
             if not self._open:
                 parts.append(self._block(index, {"type": "text", "text": ""}))
-            if message.text:
-                parts.append(self._delta(index, {"type": "text_delta", "text": message.text}))
+            if rest := message.text[self._sent :]:
+                parts.append(self._delta(index, {"type": "text_delta", "text": rest}))
             parts.append(self._end(index))
             index += 1
         for i, call in enumerate(message.tool_calls, index):

@@ -52,6 +52,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     tool_choice: str = "auto"  # auto, none, required, or the name of a tool
     headers: Mapping[str, str] = {}
+    custom_tools: Mapping[str, str] = {}
+    """Responses dialect: names of tools that are not plain functions -> "custom" or "namespace:<name>"."""
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +101,10 @@ class StreamWriter(Protocol):
 
     def start(self) -> bytes:
         """What can be said before anything is generated."""
+        ...
+
+    def text(self, delta: str) -> bytes:
+        """More of the reply's text, before the reply is whole. `reply` leaves out what was said."""
         ...
 
     def keep_alive(self) -> bytes:
@@ -198,6 +204,38 @@ def check_tool_choice(choice: str, tools: tuple[Tool, ...]) -> str:
     if choice == "required" and not tools:
         raise bad_request("tool_choice asks for a tool call, but the request has no tools")
     return choice
+
+
+def with_instruction(messages: tuple[Message, ...], text: str) -> tuple[Message, ...]:
+    """The conversation with `text` at the end of its first system message, so that it stands at the same place in
+    every call of one line of work."""
+    if not text:
+        return messages
+    if messages and messages[0].role == "system":
+        first = messages[0]
+        return (msgspec.structs.replace(first, text=f"{first.text}\n\n{text}"), *messages[1:])
+    return (Message("system", text), *messages)
+
+
+def format_instruction(value: Any, where: str) -> str:
+    """A request for structured output in the model's words; raises ApiError for forms that do not exist.
+
+    Sampling is never constrained: a mask over the logits would be another distribution than the policy's, and its
+    log-probabilities those of no policy. So the format is asked for, not enforced."""
+    if value is None:
+        return ""
+    value = as_object(value, where)
+    kind = value.get("type")
+    if kind == "text":
+        return ""
+    if kind == "json_object":
+        return "Answer with one JSON object and nothing else."
+    if kind == "json_schema":
+        nested = value.get("json_schema")
+        schema = as_object(nested if nested is not None else value, f"{where}.json_schema").get("schema")
+        text = json_text(as_object(schema if schema is not None else {}, f"{where}.schema"))
+        return f"Answer with one JSON value and nothing else. It must fit this JSON schema: {text}"
+    raise bad_request(f"{where}.type is {kind!r}: use text, json_object or json_schema"[:300])
 
 
 def check_conversation(messages: tuple[Message, ...]) -> tuple[Message, ...]:

@@ -1,7 +1,7 @@
 """OpenAI Chat Completions, as its public reference describes it: streaming and not, tools, usage, errors.
 
-Invariant: a reply is written whole, after the call is recorded; the arguments of a tool call are the exact text that
-the policy generated, malformed or not.
+Invariant: a reply's tool calls are written after the call is recorded; the arguments of a tool call are the exact text
+that the policy generated, malformed or not.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from services.proxy.dialects.base import (
     check_conversation,
     check_tool_choice,
     event,
+    format_instruction,
     json_text,
     optional_count,
     optional_flag,
     optional_number,
+    with_instruction,
 )
 
 name = "openai_chat"
@@ -51,11 +53,13 @@ def parse(body: Any, headers: Mapping[str, str]) -> Request:
     tools = _tools(body)
     options = body.get("stream_options")
     usage = optional_flag(as_object(options, "stream_options"), "include_usage") if options is not None else False
+    wanted = format_instruction(body.get("response_format"), "response_format")
+    conversation = check_conversation(tuple(_message(m, f"messages[{i}]") for i, m in enumerate(messages)))
     limits = (optional_count(body, "max_completion_tokens"), optional_count(body, "max_tokens"))
     return Request(
         dialect=name,
         model=as_text(body.get("model", ""), "model"),
-        messages=check_conversation(tuple(_message(m, f"messages[{i}]") for i, m in enumerate(messages))),
+        messages=with_instruction(conversation, wanted),
         tools=tools,
         stream=optional_flag(body, "stream"),
         include_usage=usage,
@@ -183,9 +187,14 @@ class _Stream:
     def __init__(self, request: Request, call: str, created: int) -> None:
         self._usage = request.include_usage
         self._head = _head("chat.completion.chunk", call, created, request.model)
+        self._sent = 0  # characters of the text
 
     def start(self) -> bytes:
         return self._chunk({"role": "assistant", "content": ""})
+
+    def text(self, delta: str) -> bytes:
+        self._sent += len(delta)
+        return self._chunk({"content": delta})
 
     def keep_alive(self) -> bytes:
         return self._chunk({"content": ""})
@@ -194,8 +203,8 @@ class _Stream:
         parts = []
         if reply.message.reasoning:
             parts.append(self._chunk({"reasoning_content": reply.message.reasoning}))
-        if reply.message.text:
-            parts.append(self._chunk({"content": reply.message.text}))
+        if rest := reply.message.text[self._sent :]:
+            parts.append(self._chunk({"content": rest}))
         for i, call in enumerate(reply.message.tool_calls):
             wire = _wire_call(call)
             opening = {**wire, "index": i, "function": {"name": call.name, "arguments": ""}}

@@ -1,8 +1,8 @@
 """Which pages peers can read, and for which lease. Pure: what is registered where is told to two callbacks.
 
-Invariants: a page is readable exactly while some lease needs it; registered regions never overlap (Mooncake refuses
-overlaps); a page is never readable after the pin under which it was made readable is given up. Leases share pages (calls
-of one group share a prompt), so a region outlives the lease that opened it while another lease needs it, and the pin of
+Invariants: a region is readable exactly while some lease needs a page of it; regions never overlap (Mooncake refuses
+overlaps); no page is readable after the pin under which it was made readable is given up. Leases share pages (calls of
+one group share a prompt), so a region outlives the lease that opened it while another lease needs it, and the pin of
 the opener is kept until then: `hide` says which pins may go.
 """
 
@@ -25,9 +25,7 @@ class Region:
 class Exposure:
     """`page`: slots per page. `register`/`unregister` get (first slot, pages)."""
 
-    def __init__(
-        self, page: int, register: Callable[[int, int], None], unregister: Callable[[int, int], None]
-    ) -> None:
+    def __init__(self, page: int, register: Callable[[int, int], None], unregister: Callable[[int, int], None]) -> None:
         self.page = page
         self._register, self._unregister = register, unregister
         self._regions: dict[int, Region] = {}  # by first slot

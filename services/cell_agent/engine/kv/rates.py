@@ -41,7 +41,7 @@ class Choice:
 
 
 def choose(prefix_tokens: int, bytes_per_token: int, rates: Rates) -> Choice:
-    """Transfer unless recomputing is expected to be faster. What is not measured is tried: a transfer measures itself."""
+    """Transfer unless recomputing is expected to be faster. What was not measured is tried."""
     if prefix_tokens <= 0:
         return Choice(False, None, 0.0)
     transfer_s = recompute_s = None

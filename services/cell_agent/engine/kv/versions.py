@@ -38,7 +38,7 @@ def parts(extra_key: str | None) -> tuple[str, str, str] | None:
 
 
 def admitted(extra_key: str | None, version: str) -> str:
-    """The namespace of a call that arrives with `extra_key`. A namespace of ours is left as it is: the call was moved."""
+    """The namespace of a call that arrives with `extra_key`. One of ours is left as it is: the call was moved."""
     return namespace(version, extra_key or "") if parts(extra_key) is None else str(extra_key)
 
 

@@ -75,8 +75,8 @@ class Pulled(msgspec.Struct, frozen=True):
 
 
 class Committed(msgspec.Struct, frozen=True):
-    """state: "committed", "running", "absent", "dropped". extra_key: what the moved call must send as `extra_key` to find
-    its pages; empty when it needs nothing."""
+    """state: "committed", "running", "absent", "dropped". extra_key: what the moved call must send as `extra_key` to
+    find its pages; empty when it needs nothing."""
 
     state: str
     tokens: int = 0

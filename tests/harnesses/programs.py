@@ -1,0 +1,87 @@
+"""How each harness program is started against the proxy. What is not installed is skipped with the way to get it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.harnesses.world import ROOT, Ran, run_program
+
+VENVS = ROOT / ".venvs"
+
+
+def installed(name: str, program: str) -> Path:
+    path = VENVS / name / program
+    if not (VENVS / name / "gyre-complete").is_file() or not path.exists():
+        pytest.skip(f"{name} is not installed: run `make harnesses` (deploy/harnesses.sh {name})")
+    return path
+
+
+async def claude_code(name: str, url: str, task: str, folder: Path, *extra: str, **env: str) -> Ran:
+    program = installed(name, "node_modules/.bin/claude")
+    command = [
+        str(program),
+        "-p",
+        task,
+        "--dangerously-skip-permissions",
+        "--output-format",
+        "stream-json",
+        "--verbose",
+    ]
+    environment = {
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": "secret",
+        "DISABLE_TELEMETRY": "1",
+        "DISABLE_AUTOUPDATER": "1",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "IS_SANDBOX": "1",
+    }
+    return await run_program([*command, *extra], environment | env, folder)
+
+
+async def mini_swe_agent(url: str, task: str, folder: Path, *extra: str, **env: str) -> Ran:
+    program = installed("mini-swe-agent", "bin/mini")
+    options = ["-m", "openai/m", "-t", task, "-y", "--exit-immediately", "-o", str(folder.parent / "trajectory.json")]
+    environment = {
+        "OPENAI_API_KEY": "secret",
+        "OPENAI_API_BASE": url + "/v1",
+        "OPENAI_BASE_URL": url + "/v1",
+        "MSWEA_CONFIGURED": "true",
+        "MSWEA_SILENT_STARTUP": "1",
+        "MSWEA_COST_TRACKING": "ignore_errors",
+        "MSWEA_GLOBAL_CONFIG_DIR": str(folder.parent / "mini"),
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
+    return await run_program([str(program), *options, *extra], environment | env, folder)
+
+
+async def codex(url: str, task: str, folder: Path, *extra: str, settings: str = "") -> Ran:
+    program = installed("codex", "node_modules/.bin/codex")
+    home = folder.parent / "home" / ".codex"
+    home.mkdir(parents=True, exist_ok=True)
+    provider = f'name = "gyre"\nbase_url = "{url}/v1"\nenv_key = "OPENAI_API_KEY"\nwire_api = "responses"\n'
+    head = f'model = "m"\nmodel_provider = "gyre"\n{settings}\n'
+    (home / "config.toml").write_text(f"{head}[model_providers.gyre]\n{provider}")
+    options = ["exec", "--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", *extra, task]
+    return await run_program([str(program), *options], {"OPENAI_API_KEY": "secret"}, folder)
+
+
+async def opencode(url: str, task: str, folder: Path, *extra: str, context: int = 60_000) -> Ran:
+    program = installed("opencode", "node_modules/.bin/opencode")
+    home = folder.parent / "home" / ".config" / "opencode"
+    home.mkdir(parents=True, exist_ok=True)
+    model = {"name": "m", "limit": {"context": context, "output": 4000}, "tool_call": True}
+    provider = {"npm": "@ai-sdk/openai-compatible", "name": "gyre", "models": {"m": model}}
+    provider["options"] = {"baseURL": f"{url}/v1", "apiKey": "secret"}
+    settings = {"model": "gyre/m", "autoupdate": False, "share": "disabled", "provider": {"gyre": provider}}
+    (home / "opencode.json").write_text(json.dumps(settings))
+    env = {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"}
+    return await run_program([str(program), "run", "--format", "json", *extra, task], env, folder)
+
+
+async def qwen_code(url: str, task: str, folder: Path, *extra: str) -> Ran:
+    program = installed("qwen-code", "node_modules/.bin/qwen")
+    env = {"OPENAI_API_KEY": "secret", "OPENAI_BASE_URL": url + "/v1", "OPENAI_MODEL": "m"}
+    return await run_program([str(program), "-p", task, "--yolo", "--auth-type", "openai", *extra], env, folder)

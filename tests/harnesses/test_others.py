@@ -1,0 +1,139 @@
+"""codex, opencode and qwen-code, live, through the proxy on a scripted engine."""
+
+import asyncio
+import re
+
+import pytest
+
+from services.proxy.generating import Generating
+from shared.events import Sampling
+from tests.harnesses import programs
+from tests.harnesses.world import calls_text, check_exact, roots
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="session")]
+HARNESSES = {
+    "codex": (programs.codex, lambda command: ("exec_command", {"cmd": command})),
+    "opencode": (programs.opencode, lambda command: ("bash", {"command": command, "description": "x"})),
+    "qwen-code": (
+        programs.qwen_code,
+        lambda command: ("run_shell_command", {"command": command, "description": "x", "is_background": False}),
+    ),
+}
+
+
+@pytest.fixture(params=HARNESSES)
+def harness(request):
+    program, shell = HARNESSES[request.param]
+    return request.param, program, shell
+
+
+async def play(world, harness, policy, task):
+    run, script, workspace = world
+    name, program, _ = harness
+    await run.execution(harness=name, sampling=Sampling(max_new_tokens=4000))
+    script.policy = policy
+    ran = await program(run.ready.url, task, workspace)
+    assert ran.code == 0, ran.told
+    records = await check_exact(run, script)
+    main = [r for r in records if r.call_class == "main_task"]
+    shape = [(r.call, r.parent, r.call_class, r.diverged) for r in records]
+    assert roots(main) == 1, shape
+    return ran, main, shape
+
+
+async def test_simple_task(world, harness):
+    shell = harness[2]
+
+    def policy(seen):
+        if "itle" in seen.turns[0][1][:400] and "<tools>" not in seen.turns[0][1]:
+            return "A title"
+        return calls_text(shell("echo hi > hello.txt")) if seen.results == 0 else "all is done"
+
+    ran, main, shape = await play(world, harness, policy, "write hello.txt")
+    assert "all is done" in ran.out
+    assert (world[2] / "hello.txt").read_text() == "hi\n"
+    assert len(main) == 2, shape
+
+
+async def test_parallel_and_malformed_calls(world, harness):
+    shell = harness[2]
+
+    def policy(seen):
+        if "itle" in seen.turns[0][1][:400] and "<tools>" not in seen.turns[0][1]:
+            return "A title"
+        turns = sum(role == "assistant" for role, _ in seen.turns) - 1
+        if turns == 0:
+            return calls_text(shell("sleep 1; echo a > a.txt"), shell("echo b > b.txt"))
+        if turns == 1:
+            return f'<tool_call>\n{{"name": "{shell("")[0]}", "arguments": {{"command": }}}}\n</tool_call>'
+        if turns == 2:
+            return calls_text(shell("echo c > c.txt"))
+        return "all is done"
+
+    await play(world, harness, policy, "write three files")
+    assert all((world[2] / f"{n}.txt").exists() for n in "abc")
+
+
+async def test_a_proxy_that_restarts_in_mid_call(world, harness, monkeypatch):
+    run, script, workspace = world
+    name, program, shell = harness
+    await run.execution(harness=name, sampling=Sampling(max_new_tokens=4000))
+    reached = asyncio.Event()
+    original = Generating.run
+
+    async def slow(self, work, *arguments):
+        if work.request.tools and not reached.is_set():
+            reached.set()
+            await asyncio.sleep(60)
+        return await original(self, work, *arguments)
+
+    monkeypatch.setattr(Generating, "run", slow)
+    script.policy = lambda seen: (
+        calls_text(shell("echo hi > hello.txt"))
+        if seen.results == 0 and "<tools>" in seen.turns[0][1]
+        else "all is done"
+    )
+    running = asyncio.create_task(program(run.ready.url, "write hello.txt", workspace))
+    await asyncio.wait({running, asyncio.create_task(reached.wait())}, return_when=asyncio.FIRST_COMPLETED, timeout=120)
+    await run.stop_proxy()
+    await run.start_proxy()
+    ran = await running
+    assert ran.code == 0, ran.told
+    assert (workspace / "hello.txt").exists(), ran.told
+    main = [r for r in await check_exact(run, script) if r.call_class == "main_task"]
+    assert (len(main), roots(main)) == (2, 1)
+
+
+async def compacted(world, name, program, shell, **options):
+    """A task of many turns with a window that it outgrows; returns the classes of its calls."""
+    run, script, workspace = world
+    await run.execution(harness=name, sampling=Sampling(max_new_tokens=4000))
+    calls = []
+
+    def policy(seen):
+        calls.append((len(seen.ids), seen.last[-150:]))
+        if "<tools>" not in seen.turns[0][1] or re.search(r"(?i)summary|summariz|checkpoint", seen.last[-3000:]):
+            return "Summary: the work is half done."
+        if "half done" in seen.users or len(calls) > 25:
+            return "all is done"
+        return calls_text(shell(f"seq {len(calls)} 900"))
+
+    script.policy = policy
+    ran = await program(run.ready.url, "count and count", workspace, **options)
+    assert ran.code == 0, ran.told
+    return [r.call_class for r in await check_exact(run, script)], calls
+
+
+async def test_codex_compacts(world):
+    program, shell = HARNESSES["codex"]
+    settings = "model_context_window = 40000\nmodel_auto_compact_token_limit = 18000"
+    classes, calls = await compacted(world, "codex", program, shell, settings=settings)
+    assert "main_summary" in classes, (classes, calls)
+    assert classes[-1] == "main_task"
+
+
+async def test_opencode_compacts(world):
+    program, shell = HARNESSES["opencode"]
+    classes, calls = await compacted(world, "opencode", program, shell, context=24_000)
+    assert "main_summary" in classes, (classes, calls)
+    assert classes[-1] == "main_task", (classes, calls)
