@@ -22,6 +22,10 @@ test: tasks
 harnesses: setup
 	@./deploy/harnesses.sh $(ARGS)
 
+# Everything, with the tests that take minutes or want a quiet machine (hand-over between engines, real harnesses).
+test-all: tasks
+	@$(PY) -m pytest -m "slow or not slow" $(ARGS)
+
 lint: setup
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .

@@ -25,8 +25,7 @@ from aiohttp import web
 
 from shared.events import ProxyReady, Sampling
 from shared.nats_server import start_server
-from tests.proxy.support import TOOLS, World, make_tokenizer
-from tests.proxy.test_killed import RUN_PROXY
+from tests.proxy.support import RUN_PROXY, TOOLS, World, make_tokenizer
 
 STUB = "from benchmarks.proxy_latency import stub; import sys; stub(int(sys.argv[1]), sys.argv[2])"
 

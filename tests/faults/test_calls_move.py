@@ -113,6 +113,7 @@ async def test_live_calls_move_without_a_trace_in_harness_or_record(tmp_path: Pa
     assert all(call_of(e.rid) == (e.call, e.execution) for e in cuts)
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
 async def test_calls_that_are_given_up_are_in_the_books(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from shared.events import Sampling
 from tests.harnesses.programs import claude_code
 from tests.harnesses.world import calls_text, check_exact, roots
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="session")]
 VERSIONS = ["claude-code-2.1.220", "claude-code-latest"]
 PART = "Your part: make part.txt"
 

@@ -11,7 +11,7 @@ from shared.events import CellRoleChanged, Sampling
 from tests.harnesses.programs import mini_swe_agent
 from tests.harnesses.world import calls_text, check_exact, roots
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="session")]
 SUBMIT = calls_text(("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && cat hello.txt"}))
 
 

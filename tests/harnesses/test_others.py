@@ -10,7 +10,7 @@ from shared.events import Sampling
 from tests.harnesses import programs
 from tests.harnesses.world import calls_text, check_exact, roots
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="session")]
 HARNESSES = {
     "codex": (programs.codex, lambda command: ("exec_command", {"cmd": command})),
     "opencode": (programs.opencode, lambda command: ("bash", {"command": command, "description": "x"})),

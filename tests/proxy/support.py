@@ -35,6 +35,12 @@ from shared.tree import Tree
 sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
 
 EXECUTION = "g000001x00"
+RUN_PROXY = """
+import sys
+from services.proxy.service import serve
+from shared.service import run_service
+sys.exit(run_service("proxy", sys.argv[1], sys.argv[2], serve))
+"""
 TOOLS = [
     {
         "type": "function",
@@ -59,7 +65,8 @@ def make_tokenizer(folder: Path) -> Any:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    make_trainer: Any = trainers.BpeTrainer
+    trainer = make_trainer(
         vocab_size=512 - len(added), special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     corpus = [TEXT, '{"name": "bash", "arguments": {"command": "ls"}}', "assistant\n user\n system\n"]
@@ -191,7 +198,8 @@ class ScriptedEngine:
                     finish = None
             await response.write(self._chunk(ids[:end], finish, turn))
         if turn.cut_after is not None:
-            request.transport.close()
+            if request.transport is not None:
+                request.transport.close()
             return response
         await response.write(b"data: [DONE]\n\n")
         return response

@@ -6,15 +6,9 @@ import sys
 import aiohttp
 
 from shared.events import ProxyReady
-from tests.proxy.support import ScriptedEngine, Turn, World, call_text
+from tests.proxy.support import RUN_PROXY, ScriptedEngine, Turn, World, call_text
 
 USER = {"role": "user", "content": "write the file"}
-RUN_PROXY = """
-import sys
-from services.proxy.service import serve
-from shared.service import run_service
-sys.exit(run_service("proxy", sys.argv[1], sys.argv[2], serve))
-"""
 
 
 async def start(run, after):

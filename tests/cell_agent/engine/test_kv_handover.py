@@ -130,6 +130,7 @@ async def stopped(kv: KvClient, source: Engine, ids: list[int], tokens: int = 50
     raise AssertionError("every call ended before it could be cut")
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(600)
 async def test_live_calls_change_engines(tmp_path: Path) -> None:
@@ -402,6 +403,7 @@ async def a_killed_destination_frees_the_source(kv: KvClient, a: Engine, b: Engi
     assert len(again) == 20
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(600)
 async def test_every_rank_of_a_tensor_parallel_engine_moves_its_part(tmp_path: Path, monkeypatch) -> None:
