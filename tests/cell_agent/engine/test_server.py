@@ -35,7 +35,7 @@ def spec_for(model: Path, **changes: object) -> EngineSpec:
         "cell": 0,
         "model_path": str(model),
         "dtype": "float32",
-        "context": 1024,
+        "context": 4096,
         "capacity": 4,
         "tokens": 8192,
         "page": 1,
@@ -167,7 +167,7 @@ async def stops_at_the_given_ids(engine: Engine) -> None:
 
 
 async def counts_and_aborts_live_calls(engine: Engine) -> None:
-    endless = {"temperature": 1.0, "max_new_tokens": 900, "ignore_eos": True}
+    endless = {"temperature": 1.0, "max_new_tokens": 2600, "ignore_eos": True}
     calls = [asyncio.create_task(generate(engine, sampling_params=endless, rid=f"r{i}")) for i in range(3)]
     async with asyncio.timeout(10):
         while await engine.live_calls() != 3:
