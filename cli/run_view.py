@@ -160,6 +160,9 @@ def _phase(view: RunView, event: ev.RunPhaseChanged, now: float) -> None:
 
 def _service_died(view: RunView, event: ev.ServiceDied, now: float) -> None:
     view.error(now, f"{event.service} ended with code {event.exit_code}" + ("" if event.will_restart else ", given up"))
+    if event.service.startswith("cell-agent-"):  # it gave up a start of its own without another CellFailed
+        cell = int(event.service.removeprefix("cell-agent-"))
+        view.failed_starts[cell] = view.failed_starts.get(cell, 0) + 1
 
 
 def _dispatched(view: RunView, event: ev.ExecutionDispatched, now: float) -> None:

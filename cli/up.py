@@ -27,7 +27,7 @@ from shared.events import RunPhaseChanged, RunResumed, RunStarted, StopRequested
 from shared.tasks import load_folder
 
 EXPORT_GRACE_S = 60.0
-HOPELESS_STARTS = 2
+HOPELESS_STARTS = 3
 
 
 class NoTasks(ValueError):

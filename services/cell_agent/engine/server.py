@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -33,6 +34,7 @@ TAIL_BYTES = 4000
 HEALTH_POLL_S = 0.25
 HEALTH_TIMEOUT_S = 20.0
 CALLS_PER_EXECUTION = 2  # sub-agents and summaries run beside the main call
+LISTENING_PORTS = range(20000, 32000)
 TOKEN_COUNTER = "sglang:generation_tokens_total{"
 KV_TRANSFER_TIMEOUT_S = "5"  # the least that Mooncake takes
 REQUEST = aiohttp.ClientTimeout(total=10.0)
@@ -320,10 +322,15 @@ async def _until_group_gone(group: int) -> None:
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Ports that were free a moment ago, all different."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server((host, 0))) for _ in range(count)]
-        return [s.getsockname()[1] for s in sockets]
+    """Ports that were free a moment ago, all different. They lie below the range from which the system gives ports to
+    outgoing connections: an engine listens only seconds later, and one of those would take its port meanwhile."""
+    found: list[int] = []
+    while len(found) < count:
+        port = secrets.choice(LISTENING_PORTS)
+        with contextlib.suppress(OSError), socket.create_server((host, port)):
+            if port not in found:
+                found.append(port)
+    return found
 
 
 def tail(path: Path, limit: int = TAIL_BYTES) -> str:
