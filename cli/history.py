@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from cli.run_view import RunView
 from shared.bus import Bus
 from shared.nats_server import start_server
 
@@ -37,6 +38,15 @@ def is_driven(folder: Path) -> bool:
         except OSError:
             return True
     return False
+
+
+async def view_of(bus: Bus) -> RunView:
+    """The run as its whole stream tells it."""
+    view = RunView()
+    async for stored in bus.read_until(await bus.last_sequence()):
+        if stored.event is not None:
+            view.apply(stored.event, stored.time)
+    return view
 
 
 @asynccontextmanager

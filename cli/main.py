@@ -179,20 +179,18 @@ def report(
     """Make metrics, pictures and summary of a run again from its stream."""
     from rich.console import Console
 
-    from cli.history import find_run, open_stream
+    from cli.history import find_run, open_stream, view_of
     from cli.report import print_summary, write_all
     from cli.run_view import RunView
     from cli.summary import summarize
 
-    folder, view = find_run(run), RunView()
+    folder = find_run(run)
 
-    async def collect() -> None:
+    async def collect() -> RunView:
         async with open_stream(folder) as bus:
-            async for stored in bus.read_until(await bus.last_sequence()):
-                if stored.event is not None:
-                    view.apply(stored.event, stored.time)
+            return await view_of(bus)
 
-    asyncio.run(collect())
+    view = asyncio.run(collect())
     old = folder / "summary.json"
     peak = json.loads(old.read_text())["peak_rss_bytes"] if old.exists() else 0
     summary = summarize(view, wall_s=view.now - view.started_at, peak_rss_bytes=peak)

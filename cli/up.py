@@ -17,6 +17,7 @@ import yaml
 from rich.console import Console
 
 from cli import preflight
+from cli.history import view_of
 from cli.live_view import Display
 from cli.report import print_summary, write_all
 from cli.run_view import RunView
@@ -89,10 +90,7 @@ async def resume(folder: Path, options: Options) -> int:
     config = from_plain(yaml.safe_load((folder / "run.yaml").read_text()))
     async with LocalRun(config, folder.name, folder) as local:
         assert local.bus is not None
-        view = RunView()
-        async for stored in local.bus.read_until(await local.bus.last_sequence()):
-            if stored.event is not None:
-                view.apply(stored.event, stored.time)
+        view = await view_of(local.bus)
         if view.phase == "finished":
             console.print(f"{folder.name} is finished: nothing to resume. `gyre report {folder.name}` shows it.")
             return 0
@@ -124,7 +122,7 @@ async def _drive(local: LocalRun, options: Options, console: Console) -> int:
             await local.bus.publish(RunPhaseChanged(phase="failed", reason=local.failed))
         await local.stop_services()
         reader.cancel()
-    view = await _whole_view(local)
+    view = await view_of(local.bus)  # again from the whole stream, with what the services said while they stopped
     summary = summarize(view, wall_s=time.monotonic() - started, peak_rss_bytes=local.peak_rss)
     files = write_all(view, summary, local.folder)
     return _say(local, view, summary, files, options, console, interrupted=interrupted.is_set())
@@ -149,16 +147,6 @@ async def _follow(local: LocalRun, view: RunView) -> None:
     async for stored in local.bus.read():
         if stored.event is not None:
             view.apply(stored.event, stored.time)
-
-
-async def _whole_view(local: LocalRun) -> RunView:
-    """The view again from the whole stream, with what the services said while they stopped."""
-    assert local.bus is not None
-    view = RunView()
-    async for stored in local.bus.read_until(await local.bus.last_sequence()):
-        if stored.event is not None:
-            view.apply(stored.event, stored.time)
-    return view
 
 
 def _say(
