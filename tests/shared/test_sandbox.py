@@ -185,7 +185,7 @@ async def test_nothing_survives_a_kill(tools: Bubblewrap, work: Path, supervised
     running = await tools.start(spec)
     while f"sleep {mark} " not in processes_with(mark):
         await asyncio.sleep(0.02)
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.6)  # long enough to get some processor time on a busy machine
     ended = await running.kill()
     assert processes_with(mark) == []
     assert ended.signal == signal.SIGKILL

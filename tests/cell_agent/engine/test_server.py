@@ -176,7 +176,9 @@ async def counts_and_aborts_live_calls(engine: Engine) -> None:
     answers = await asyncio.gather(*calls)
     assert {a["meta_info"]["finish_reason"]["type"] for a in answers} == {"abort"}
     assert all(len(a["output_ids"]) == len(a["meta_info"]["output_token_logprobs"]) for a in answers)
-    assert await engine.live_calls() == 0
+    async with asyncio.timeout(10):  # the engine's report of its load follows a moment later
+        while await engine.live_calls() != 0:
+            await asyncio.sleep(0.05)
 
 
 @pytest.mark.engine
