@@ -16,6 +16,7 @@ demo: tasks
 	@$(GYRE) up examples/minirepo/run.yaml $(ARGS)
 
 test: tasks
+	@$(PY) -m services.harness.setup mini-swe-agent
 	@$(PY) -m pytest $(ARGS)
 
 # The harness programs that tests/harnesses runs (Node.js 20 for all but mini-swe-agent); without them those tests skip.
