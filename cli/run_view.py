@@ -163,6 +163,7 @@ def _service_died(view: RunView, event: ev.ServiceDied, now: float) -> None:
     if event.service.startswith("cell-agent-"):  # it gave up a start of its own without another CellFailed
         cell = int(event.service.removeprefix("cell-agent-"))
         view.failed_starts[cell] = view.failed_starts.get(cell, 0) + 1
+        view.failure_log = view.failure_log or event.log_tail  # it may have died before it could say why
 
 
 def _dispatched(view: RunView, event: ev.ExecutionDispatched, now: float) -> None:

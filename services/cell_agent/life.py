@@ -23,7 +23,8 @@ from services.cell_agent.claims import Claims, forget_queues
 from services.cell_agent.core import CORE, CellCore
 from services.cell_agent.engine.server import Engine, EngineFailed, resolve_device, spec_of
 from services.cell_agent.handover import Mover
-from services.cell_agent.trainer.launcher import TrainerError, TrainerHandle, launch, log_tail
+from services.cell_agent.logs import log_tail
+from services.cell_agent.trainer.launcher import TrainerError, TrainerHandle, launch
 from services.cell_agent.workers import Workers
 from shared import events as ev
 from shared.runtime import ServiceContext

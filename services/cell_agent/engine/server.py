@@ -27,10 +27,10 @@ import aiohttp
 
 from services.cell_agent.engine import live_calls
 from services.cell_agent.engine.kv.wire import HOST_ENV, SECRET_ENV, STALE_ENV
+from services.cell_agent.logs import log_tail
 from shared.config import RunConfig
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-TAIL_BYTES = 4000
 HEALTH_POLL_S = 0.25
 HEALTH_TIMEOUT_S = 20.0
 CALLS_PER_EXECUTION = 2  # sub-agents and summaries run beside the main call
@@ -44,7 +44,7 @@ class EngineFailed(RuntimeError):
     """The server cannot start, died, or does not answer. `log_tail`: the end of its log."""
 
     def __init__(self, reason: str, log: Path) -> None:
-        self.reason, self.log_tail = reason, tail(log)
+        self.reason, self.log_tail = reason, log_tail(log)
         super().__init__(f"{reason}\n--- end of {log} ---\n{self.log_tail}")
 
 
@@ -331,14 +331,6 @@ def free_ports(host: str, count: int) -> list[int]:
             if port not in found:
                 found.append(port)
     return found
-
-
-def tail(path: Path, limit: int = TAIL_BYTES) -> str:
-    if not path.exists():
-        return ""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - limit))
-        return file.read().decode("utf-8", "replace").strip()
 
 
 def _notes_path(log: Path, cell: int) -> Path:

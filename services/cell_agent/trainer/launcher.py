@@ -28,11 +28,11 @@ from typing import IO
 
 import msgspec
 
+from services.cell_agent.logs import log_tail
 from services.cell_agent.trainer import protocol
 from shared.config import RunConfig
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-TAIL_BYTES = 4000
 MAX_FRAME = 1 << 30
 
 
@@ -65,15 +65,6 @@ class TrainerExit:
     asked: bool
     returncodes: tuple[int | None, ...]
     log_tail: str
-
-
-def log_tail(path: Path, limit: int = TAIL_BYTES) -> str:
-    """The end of a log file, for messages; "" if there is none."""
-    if not path.exists():
-        return ""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - limit))
-        return file.read().decode("utf-8", "replace").strip()
 
 
 class TrainerHandle:
