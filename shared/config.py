@@ -64,7 +64,8 @@ class HarnessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     name: str = "scout"
     """A built-in launch profile (scout, mini-swe-agent) or any name of your own with `command`."""
     command: tuple[str, ...] = ()
-    """Command line of your own harness; {instruction}, {instruction_file}, {base_url}, {key}, {model} are put in."""
+    """Command line of your own harness; {instruction}, {instruction_file}, {base_url}, {key}, {model} and {execution}
+    (the execution's id) are put in."""
     env: dict[str, str] = {}
     """Additional environment variables, with the same places to fill."""
     mounts: tuple[str, ...] = ()
@@ -160,6 +161,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """... continuously for so long."""
     async_training_cells: int = 1
     """Mode async: cells [0, n) always train, the others always roll out."""
+    streaming: bool = True
+    """Groups are trained as they become ready. false: a batch opens when all its groups are ready, as plain
+    asynchronous training does it (the paper's baseline)."""
 
 
 class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

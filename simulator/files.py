@@ -111,6 +111,7 @@ def of_run_file(config: RunConfig) -> Setup:
         groups=s.groups_per_batch,
         executions=s.executions_per_group,
         async_cells=s.async_training_cells,
+        streamed=s.streaming,
         supply_fraction=s.supply_fraction,
         supply_hold_s=s.supply_hold_s,
         durations=Durations(limit_h=math.inf),

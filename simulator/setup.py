@@ -40,7 +40,7 @@ class Setup:
     commit_s: float = 20.0
     assess_s: float = 60.0
     parts: int = 16  # micro-steps per group
-    streamed: bool = True  # False: a batch is handed to training when all its groups are ready
+    streamed: bool = True  # False: a batch opens when all its groups are ready
     seed: int = 0
 
     @property
@@ -69,6 +69,7 @@ def run_started(setup: Setup) -> RunStarted:
             supply_fraction=setup.supply_fraction,
             supply_hold_s=setup.supply_hold_s,
             async_training_cells=setup.async_cells,
+            streaming=setup.streamed,
         ),
         training=TrainingConfig(steps=setup.steps),
     )

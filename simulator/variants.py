@@ -37,9 +37,6 @@ class Coarse:
         held_at = s.supply_since + self.settings.supply_hold_s
         return Membership(self.pool) if now >= held_at else Membership(s.training, ask_at=held_at)
 
-    def may_open_batch(self, s: State) -> bool:
-        return True
-
     def burst_is_over(self, s: State) -> bool:
         return self._fine.burst_is_over(s)
 

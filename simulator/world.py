@@ -205,7 +205,7 @@ class World:
 
     def _assign(self) -> None:
         opened, ready, size = self._opened, self._ready, self.setup.groups
-        if opened is None or (not self.setup.streamed and len(ready) < size - len(self._assigned)):
+        if opened is None:
             return
         while ready and len(self._assigned) < size:
             group = ready.popleft()

@@ -142,7 +142,9 @@ async def _start(
             if not announced:
                 await around.publish_started(_started(attempt, key, around.profile))
                 announced = True
-            running = await around.tools.start(_sandbox(around, task, folder, key, route), output.write)
+            running = await around.tools.start(
+                _sandbox(around, task, folder, key, route, attempt.execution), output.write
+            )
             return attempt.step(Step.STARTED), running
         except _BudgetUsedUp as error:
             return attempt.step(Step.GAVE_UP, ending="overall_timeout", failure=str(error)), None
@@ -171,9 +173,9 @@ def _started(attempt: Attempt, key: str, profile: Profile) -> ExecutionStarted:
     )
 
 
-def _sandbox(around: Surroundings, task: Task, folder: Path, key: str, route: ModelRoute) -> Sandbox:
+def _sandbox(around: Surroundings, task: Task, folder: Path, key: str, route: ModelRoute, execution: str) -> Sandbox:
     limits = around.config.execution
-    places = Places(task.instruction, INSTRUCTION_FILE, route.base_url, key, around.config.model.name)
+    places = Places(task.instruction, INSTRUCTION_FILE, route.base_url, key, around.config.model.name, execution)
     start: Launch = launch(around.profile, places)
     memory_mb = limits.memory_mb if around.profile.memory_mb is None else around.profile.memory_mb
     return Sandbox(

@@ -1,10 +1,11 @@
 """Launch profiles: how to start a harness program that knows nothing of us.
 
 Owns the command line, environment and mounts of each known harness. A profile is data; `launch` fills the places
-{instruction} {instruction_file} {base_url} {key} {model}, and {file:PATH}: a file of the host (relative: from Gyre's
-folder), mounted read-only and replaced by its place inside the sandbox.
+{instruction} {instruction_file} {base_url} {key} {model} {execution}, and {file:PATH}: a file of the host (relative:
+from Gyre's folder), mounted read-only and replaced by its place inside the sandbox.
 
-Invariant: a harness gets the task, a base URL, a key and a model name, and nothing else of ours.
+Invariant: a harness gets the task, a base URL, a key and a model name, and nothing else of ours that its profile does
+not ask for.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from shared.config import HarnessConfig
 from shared.sandbox import PYTHON, Mount
 
 INSIDE = "/run/harness"
-VALUE_PLACE = re.compile(r"\{(instruction|instruction_file|base_url|key|model)\}")
+VALUE_PLACE = re.compile(r"\{(instruction|instruction_file|base_url|key|model|execution)\}")
 FILE_PLACE = re.compile(r"\{file:([^{}]+)\}")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -48,6 +49,7 @@ class Places:
     base_url: str
     key: str
     model: str
+    execution: str  # its id: the same in every run with the same seed and tasks
 
 
 @dataclass(frozen=True)

@@ -264,7 +264,7 @@ class Actions:
                 return
             batches.next_attempt(s.batch)
         else:
-            if not core.in_training or self.policy.burst_is_over(s) or not self.policy.may_open_batch(s):
+            if not core.in_training or self.policy.burst_is_over(s) or not self._may_fill(s):
                 return
             # A snapshot is kept until the version after the next is published: let refits finish that read it.
             if any(version < s.version for version in s.reading):
@@ -279,6 +279,10 @@ class Actions:
                 burst=s.burst,
             )
         )
+
+    def _may_fill(self, s: State) -> bool:
+        """Without streaming a batch opens only when it is complete."""
+        return self.settings.streaming or len(s.ready) >= self.settings.groups_per_batch
 
     def _reduce(self) -> None:
         batch = self.state.batch

@@ -55,9 +55,6 @@ class Lookahead:
             return stay
         return Membership(n + 1)
 
-    def may_open_batch(self, s: State) -> bool:
-        return True
-
     def burst_is_over(self, s: State) -> bool:
         return s.burst_batches >= self._mu(s) or s.version >= self.settings.steps
 

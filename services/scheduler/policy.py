@@ -45,8 +45,6 @@ class Policy(Protocol):
 
     def training_cells(self, s: State, now: float) -> Membership: ...
 
-    def may_open_batch(self, s: State) -> bool: ...
-
     def burst_is_over(self, s: State) -> bool: ...
 
     def cells_that_stay(self, s: State) -> int:
@@ -120,9 +118,6 @@ class Elastic:
         held_at = s.supply_since + self.settings.supply_hold_s
         return Membership(n + 1) if now >= held_at else Membership(n, ask_at=held_at)
 
-    def may_open_batch(self, s: State) -> bool:
-        return True
-
     def burst_is_over(self, s: State) -> bool:
         return burst_length_reached(self.settings, s)
 
@@ -149,9 +144,6 @@ class Async:
     def training_cells(self, s: State, now: float) -> Membership:
         return Membership(self.settings.async_training_cells)
 
-    def may_open_batch(self, s: State) -> bool:
-        return True
-
     def burst_is_over(self, s: State) -> bool:
         return burst_length_reached(self.settings, s)
 
@@ -177,9 +169,6 @@ class Colocate:
         if s.training == 0 and s.waterlevel > 0:
             return Membership(0)
         return Membership(len(s.cells))
-
-    def may_open_batch(self, s: State) -> bool:
-        return True
 
     def burst_is_over(self, s: State) -> bool:
         return burst_length_reached(self.settings, s)

@@ -39,6 +39,7 @@ class Settings:
     supply_fraction: float
     supply_hold_s: float
     async_training_cells: int
+    streaming: bool
 
     @classmethod
     def of(cls, config: RunConfig) -> Settings:
@@ -55,6 +56,7 @@ class Settings:
             supply_fraction=s.supply_fraction,
             supply_hold_s=s.supply_hold_s,
             async_training_cells=s.async_training_cells,
+            streaming=s.streaming,
         )
 
 

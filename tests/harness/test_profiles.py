@@ -12,7 +12,9 @@ from shared.bounded_log import HEAD, TAIL, BoundedLog
 from shared.config import HarnessConfig
 from shared.sandbox import Mount
 
-PLACES = Places("Do {key} in {file:/etc/passwd}.", "/run/instruction.md", "http://127.0.0.1:8080", "gyre-k", "policy")
+PLACES = Places(
+    "Do {key} in {file:/etc/passwd}.", "/run/instruction.md", "http://127.0.0.1:8080", "gyre-k", "policy", "g000001x02"
+)
 
 
 def test_places_are_filled_once() -> None:

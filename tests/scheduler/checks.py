@@ -46,6 +46,7 @@ class Checks:
         self.engine_version: dict[int, int] = {}
         self.incarnation: dict[int, str] = {}
         self.groups: set[str] = set()
+        self.groups_ready = 0
         self.consumed: list[str] = []
         self.sealed: dict[int, ev.BatchSealed] = {}
         self.opened: dict[int, int] = {}
@@ -203,11 +204,16 @@ class Checks:
 
     # --------------------------------------------------------------------------------------------------- batches
 
+    def _group_ready(self, event: ev.GroupReady) -> None:
+        self.groups_ready += 1
+
     def _batch_opened(self, event: ev.BatchOpened) -> None:
         assert event.batch == len(self.commits) + 1 or event.attempt > 1
         assert event.base_version == event.batch - 1
         assert event.attempt == self.opened.get(event.batch, 0) + 1
         self.opened[event.batch] = event.attempt
+        if not self.plan.streaming:
+            assert self.groups_ready >= event.batch * self.plan.groups, "opened before it was complete"
 
     def _batch_sealed(self, event: ev.BatchSealed) -> None:
         self.sealed[event.batch] = event

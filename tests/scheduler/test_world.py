@@ -24,6 +24,7 @@ plans = st.builds(
     steps=st.integers(0, 8),
     supply_fraction=st.sampled_from([0.0, 0.1, 0.5, 1.0, 2.0]),
     supply_hold_s=st.sampled_from([0.0, 1.0, 30.0]),
+    streaming=st.sampled_from([True, True, False]),
     evaluate=st.sampled_from([0, 1, 5, 7]),
     mean_s=st.sampled_from([2.0, 60.0]),
     train_s=st.sampled_from([0.2, 2.0, 20.0]),

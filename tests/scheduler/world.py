@@ -50,6 +50,7 @@ class Plan:
     supply_fraction: float = 0.5
     supply_hold_s: float = 2.0
     async_cells: int = 1
+    streaming: bool = True
     evaluate: int = 5
     mean_s: float = 60.0
     train_s: float = 2.0  # mean time of a micro-step
@@ -340,6 +341,7 @@ def run_config(p: Plan) -> RunConfig:
             supply_fraction=p.supply_fraction,
             supply_hold_s=p.supply_hold_s,
             async_training_cells=p.async_cells,
+            streaming=p.streaming,
         ),
         training=TrainingConfig(steps=p.steps),
     )
