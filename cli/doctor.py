@@ -80,7 +80,9 @@ def _memory() -> Finding:
     total = psutil.virtual_memory()
     text = f"{total.total / 2**30:.1f} GiB, {total.available / 2**30:.1f} GiB free"
     if total.available < 12 * 2**30:
-        return Finding("memory", "warning", text, "the demo's three cells need about 12 GiB; lower cells.count")
+        return Finding(
+            "memory", "warning", text, "the demo's three cells need about 12 GiB; lower cells.count or cells.standalone"
+        )
     return Finding("memory", "ok", text)
 
 

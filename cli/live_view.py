@@ -54,9 +54,8 @@ def render(view: RunView, now: float) -> Panel:
     table = Table.grid(padding=(0, 2))
     window = max(view.started_at, now - 180.0)
     for number, cell in sorted(view.cells.items()):
-        name = "core" if number == 0 else f"cell {number}"
         table.add_row(
-            name,
+            view.cell_name(number),
             role_bar(cell.history, window, now),
             Text(f"{cell.role} {now - cell.since:.0f}s", style=COLOURS[cell.role]),
             f"v{cell.version}",

@@ -137,7 +137,7 @@ def draw_roles(view: RunView, folder: Path) -> Path:
         ends = [t for t, _ in cell.history[1:]] + [view.now]
         for (start, role), end in zip(cell.history, ends, strict=True):
             bottom.barh(number, end - start, left=start - t0, height=0.8, color=PALETTE[role], linewidth=0)
-    bottom.set_yticks(sorted(view.cells), ["core" if n == 0 else f"cell {n}" for n in sorted(view.cells)])
+    bottom.set_yticks(sorted(view.cells), [view.cell_name(n) for n in sorted(view.cells)])
     bottom.invert_yaxis()
     bottom.set(xlabel="seconds since the run began (thin lines: training steps committed)")
     bottom.legend(

@@ -64,6 +64,7 @@ class RunView:
     run_dir: str = ""
     mode: str = ""
     steps: int = 0
+    training_cells: int = 0  # cells that may train; those numbered after them are standalone engines
     main_set: str = ""
     phase: str = "starting"
     phase_reason: str = ""
@@ -124,6 +125,12 @@ class RunView:
     def cell(self, number: int) -> CellView:
         return self.cells.setdefault(number, CellView())
 
+    def cell_name(self, number: int) -> str:
+        """What a reader is shown: the core, cells that train as well, engines that never do."""
+        if number == 0:
+            return "core"
+        return f"cell {number}" if number < self.training_cells else f"engine {number}"
+
     def batch(self, number: int) -> BatchView:
         return self.batches.setdefault(number, BatchView(batch=number))
 
@@ -147,7 +154,9 @@ def _run_started(view: RunView, event: ev.RunStarted, now: float) -> None:
     view.steps = event.config["training"]["steps"]
     sets = event.config["evaluation"]["sets"]
     view.main_set = event.config["evaluation"]["main"] or (sets[0]["name"] if sets else "")
-    for number in range(event.config["cells"]["count"]):
+    cells = event.config["cells"]
+    view.training_cells, standalone = cells["count"], cells.get("standalone", 0)
+    for number in range(view.training_cells + standalone):
         view.cell(number).enter("offline", now)
 
 

@@ -47,7 +47,7 @@ def _die_with_parent() -> None:
 
 
 def service_names(config: RunConfig) -> list[str]:
-    cells = [f"cell-agent-{k}" for k in range(config.cells.count)]
+    cells = [f"cell-agent-{k}" for k in range(config.cells.engines)]
     return [*cells, "scheduler", "trajectory", "proxy", "evaluator", "harness"]
 
 

@@ -118,6 +118,10 @@ class CellsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """cells: cell 0 is the core, the others are satellites; all have the same layout."""
 
     count: int = 3
+    """Cells that both roll out and train."""
+    standalone: int = 0
+    """Additional rollout engines that never train and hold no trainer, numbered after the cells. They take every
+    burst's weights; executions of cells that leave rollout go to them first."""
     capacity: int = 32
     """Concurrent executions that one cell's engine serves."""
     tensor_parallel: int = 1
@@ -141,6 +145,11 @@ class CellsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     handover_hold_s: float = 15.0
     """A leaving cell keeps the KV pages of a moved call so long for the other cell; must exceed handover_timeout_s."""
     start_timeout_s: float = 300.0
+
+    @property
+    def engines(self) -> int:
+        """All that roll out: cells [0, count) train as well, [count, engines) never do."""
+        return self.count + self.standalone
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

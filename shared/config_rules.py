@@ -56,6 +56,7 @@ NOT_NEGATIVE = (
     "tasks.limit",
     "execution.memory_mb",
     "sampling.temperature",
+    "cells.standalone",
     "cells.engine_tokens",
     "scheduler.phi",
     "scheduler.supply_fraction",
@@ -224,21 +225,26 @@ def _scheduler(config: RunConfig) -> Iterator[Found]:
     cells, plan = config.cells, config.scheduler
     if min(cells.count, cells.capacity, plan.groups_per_batch, plan.executions_per_group, plan.mu) < 1 or plan.phi < 0:
         return
-    if plan.mode == "async" and plan.async_training_cells >= cells.count:
-        fix = f"leaves no cell for rollout out of cells.count = {cells.count}: at most {cells.count - 1}"
+    if cells.standalone < 0:
+        return
+    most = min(cells.count, cells.engines - 1)
+    if plan.mode == "async" and plan.async_training_cells > most:
+        fix = f"leaves no cell for rollout out of cells.count = {cells.count}: at most {most}"
+        if cells.standalone:
+            fix = f"exceeds cells.count = {cells.count}: standalone engines never train"
         yield "scheduler.async_training_cells", plan.async_training_cells, fix
         return
-    rollout = cells.count - (plan.async_training_cells if plan.mode == "async" else 0)
+    rollout = cells.engines - (plan.async_training_cells if plan.mode == "async" else 0)
     capacity, batch = rollout * cells.capacity, plan.groups_per_batch * plan.executions_per_group
     if plan.executions_per_group > capacity:
         fix = f"one group alone exceeds the {capacity} executions that the rollout cells serve: at most {capacity}"
         yield "scheduler.executions_per_group", plan.executions_per_group, fix
-    elif batch > cells.count * cells.capacity:  # with fewer cells in rollout (mode async) executions queue
-        capacity = cells.count * cells.capacity
+    elif batch > cells.engines * cells.capacity:  # with fewer cells in rollout (mode async) executions queue
+        capacity = cells.engines * cells.capacity
         fix = (
             f"a batch is {plan.groups_per_batch} groups x {plan.executions_per_group} executions = {batch}, beyond the "
-            f"{capacity} that {cells.count} cells x cells.capacity = {cells.capacity} serve at once: use at most "
-            f"{capacity // plan.executions_per_group} groups, or raise cells.capacity to {-(-batch // cells.count)}"
+            f"{capacity} that {cells.engines} cells x cells.capacity = {cells.capacity} serve at once: use at most "
+            f"{capacity // plan.executions_per_group} groups, or raise cells.capacity to {-(-batch // cells.engines)}"
         )
         yield "scheduler.groups_per_batch", plan.groups_per_batch, fix
 

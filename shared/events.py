@@ -214,7 +214,9 @@ class TimerFired(Event, frozen=True, kw_only=True, tag="timer_fired"):
 
 
 class CellStarted(Event, frozen=True, kw_only=True, tag="cell_started"):
-    """cell_agent. A (new) agent process owns the cell: whatever ran in it before is gone. Role: offline."""
+    """cell_agent. A (new) agent process owns the cell: whatever ran in it before is gone. Role: offline.
+
+    Cells from `cells.count` on are standalone engines: they say nothing of a trainer and get no role orders."""
 
     cell: int
     incarnation: str
@@ -356,11 +358,11 @@ class CellRefitted(Event, frozen=True, kw_only=True, tag="cell_refitted"):
 
 
 class CellFailed(Event, frozen=True, kw_only=True, tag="cell_failed"):
-    """cell_agent. Engine or trainer of the cell died or cannot start; the agent restarts it (a new CellStarted)."""
+    """cell_agent. A part of the cell died or cannot start; the agent restarts the cell (a new CellStarted)."""
 
     cell: int
     incarnation: str
-    part: str  # "engine" or "trainer"
+    part: str  # "engine", "trainer", or "receiver": what takes a standalone engine's weights
     reason: str
     log_tail: str
 

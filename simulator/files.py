@@ -107,6 +107,7 @@ def of_run_file(config: RunConfig) -> Setup:
         phi=s.phi,
         steps=config.training.steps,
         cells=config.cells.count,
+        standalone=config.cells.standalone,
         capacity=config.cells.capacity,
         groups=s.groups_per_batch,
         executions=s.executions_per_group,

@@ -26,7 +26,7 @@ def _pyplot() -> Any:
 
 
 def record(setup: Setup) -> Timeline:
-    timeline = Timeline(setup.capacity, setup.cells)
+    timeline = Timeline(setup.capacity, setup.engines)
     World(setup, watch=timeline.see).run()
     return timeline
 
@@ -54,7 +54,7 @@ def draw_roles(named: Sequence[tuple[str, Setup]], path: Path, hours: float | No
         over.set_ylabel("executions", fontsize=8)
         for commit in timeline.commits:
             axes.axvline(commit / HOUR, color="black", lw=0.5, alpha=0.5)
-        axes.set_yticks(range(0, setup.cells), ["core", *map(str, range(1, setup.cells))], fontsize=7)
+        axes.set_yticks(range(setup.engines), ["core", *map(str, range(1, setup.engines))], fontsize=7)
         axes.invert_yaxis()
         axes.set_title(f"{name}: {len(timeline.commits)} steps in {timeline.end / HOUR:.1f} h", fontsize=9, loc="left")
     (rows if len(lines) == 1 else rows[-1]).set_xlabel(

@@ -31,7 +31,7 @@ class Meter:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._count = {ROLLOUT: setup.cells, DRAINING: 0, JOINING: 0, TRAINING: 0, RETURNING: 0}
+        self._count = {ROLLOUT: setup.engines, DRAINING: 0, JOINING: 0, TRAINING: 0, RETURNING: 0}
         self._at = 0.0
         self._running = 0
         self._rollout_s = self._training_s = self._running_s = self._trained_s = 0.0

@@ -33,6 +33,7 @@ class Setup:
     calls: float = 0.0  # model calls that one cell serves at once at full speed; 0: as many as its executions make
     call_share: float = 1.0  # of an execution's time spent in model calls while nothing queues
     async_cells: int = 1
+    standalone: int = 0  # engines that never train, beside the cells
     supply_fraction: float = 0.5
     supply_hold_s: float = 60.0
     to_training_s: float = 8.52
@@ -42,6 +43,10 @@ class Setup:
     parts: int = 16  # micro-steps per group
     streamed: bool = True  # False: a batch opens when all its groups are ready
     seed: int = 0
+
+    @property
+    def engines(self) -> int:
+        return self.cells + self.standalone
 
     @property
     def staleness(self) -> float:
@@ -59,7 +64,7 @@ def run_started(setup: Setup) -> RunStarted:
         seed=setup.seed,
         model=ModelConfig(path=""),
         tasks=TasksConfig(train=""),
-        cells=CellsConfig(count=setup.cells, capacity=setup.capacity),
+        cells=CellsConfig(count=setup.cells, standalone=setup.standalone, capacity=setup.capacity),
         scheduler=SchedulerConfig(
             mode=setup.mode,  # type: ignore[arg-type]
             mu=setup.mu,

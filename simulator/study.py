@@ -70,7 +70,7 @@ def best_split(setup: Setup, seed: int) -> int:
             times[n] = World(replace(setup, async_cells=n).at(seed)).run().hours_per_step
         return times[n]
 
-    low, high = 1, setup.cells - 1
+    low, high = 1, min(setup.cells, setup.engines - 1)
     if setup.cells <= 12:
         return min(range(low, high + 1), key=lambda n: (hours(n), n))
     while high - low > 2:

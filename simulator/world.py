@@ -46,7 +46,7 @@ class World:
         self.now = 0.0
         self._watch = watch
         full_speed = setup.calls / setup.call_share if setup.calls else float("inf")
-        self.cells = [SimCell(k, full_speed) for k in range(setup.cells)]
+        self.cells = [SimCell(k, full_speed) for k in range(setup.engines)]
         self._timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._ticket = 0
         self._queue: deque[ev.Event] = deque()
@@ -74,7 +74,8 @@ class World:
         for cell in self.cells:
             k = cell.index
             self._deliver(ev.CellStarted(cell=k, incarnation=INCARNATION))
-            self._deliver(ev.CellTrainerReady(cell=k, incarnation=INCARNATION, version=0))
+            if k < self.setup.cells:
+                self._deliver(ev.CellTrainerReady(cell=k, incarnation=INCARNATION, version=0))
             self._deliver(
                 ev.CellEngineReady(cell=k, incarnation=INCARNATION, url="", version=0, capacity=self.setup.capacity)
             )

@@ -20,7 +20,7 @@ class Command:
 class BringUp(Command):
     """Start engine and trainer; on the core, load `checkpoint` ("" = the model folder) and publish its weights.
 
-    -> CellTrainerReady, on the core also WeightsPublished"""
+    -> CellTrainerReady, on the core also WeightsPublished; of a standalone engine, which has no trainer, neither"""
 
     version: int
     checkpoint: str

@@ -27,10 +27,15 @@ EXPORT_PHASES = ("eval_after", "finished")
 SNAPSHOTS = 2  # valid until the version after the next is published
 
 
+class NeverTrains(RuntimeError):
+    """A standalone engine was ordered to train: agent and scheduler read different run files."""
+
+
 class State(msgspec.Struct):
     """What one agent knows. "Ours": of this cell's live incarnation."""
 
     cell: int
+    trains: bool = True  # False: a standalone engine, without a trainer
     incarnation: str = ""  # "" = none alive
     role: Role = Role.OFFLINE
     since: float = 0.0
@@ -66,10 +71,10 @@ class State(msgspec.Struct):
 
 
 class CellCore:
-    """Pure core of one cell's agent. Made once per process, for cell number `cell`."""
+    """Pure core of one cell's agent, made once per process; `trains` is false for a standalone engine."""
 
-    def __init__(self, cell: int) -> None:
-        self.state = State(cell=cell)
+    def __init__(self, cell: int, trains: bool = True) -> None:
+        self.state = State(cell=cell, trains=trains)
         self._out: list[Effect] = []
 
     def handle(self, event: Event, now: float) -> Sequence[Effect]:
@@ -187,7 +192,7 @@ class CellCore:
 
     def _maybe_ready(self, now: float) -> None:
         s = self.state
-        if s.role is Role.OFFLINE and s.trainer_ready and s.engine_version >= 0:
+        if s.role is Role.OFFLINE and (s.trainer_ready or not s.trains) and s.engine_version >= 0:
             self._step(Trigger.READY, now)
 
     def _phase_changed(self, event: ev.RunPhaseChanged, now: float) -> None:
@@ -218,6 +223,8 @@ class CellCore:
 
     def _train(self, event: ev.CellRoleOrdered, now: float) -> None:
         s = self.state
+        if not s.trains:
+            raise NeverTrains(f"cell {s.cell} is a standalone engine; the scheduler must not order it to train")
         s.version = event.version
         if not allows(s.role, Trigger.ORDER_TRAINING):
             self._tell_role(s.role, now)  # on its way already: the newer order is obeyed as well

@@ -38,7 +38,7 @@ HEALTH_MISSES = 3
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an incarnation ended. `part`: "engine" or "trainer"; `engine_usable`: the next one may go on with it."""
+    """Why an incarnation ended. `part`: engine, trainer, receiver; `engine_usable`: the next one may go on with it."""
 
     part: str
     reason: str
@@ -62,6 +62,7 @@ class Life:
         self._mover, self._kv_secret = mover, kv_secret
         self._switch: dict[str, str] = {}  # trace of the change of role that is under way
         self.config = ctx.config
+        self._other_part = "trainer" if core.state.trains else "receiver"  # what stands beside the engine
         self.device = resolve_device(ctx.config.cells.device)
         self.ended: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
         self.served = False  # engine and trainer stood
@@ -144,7 +145,7 @@ class Life:
         if isinstance(error, EngineFailed):
             self._fail("engine", error.reason)
         elif isinstance(error, TrainerError):
-            self._fail("trainer", str(error))
+            self._fail(self._other_part, str(error))
         elif not self.ended.done():
             self.ended.set_exception(error)  # a fault of ours: ends the process, with its traceback
 
@@ -193,18 +194,22 @@ class Life:
     async def _watch_trainer(self, handle: TrainerHandle) -> None:
         outcome = await asyncio.shield(handle.exited)
         if not outcome.asked:
-            self._fail("trainer", f"training workers of cell {self.cell} died with exit codes {outcome.returncodes}")
+            part = self._other_part
+            self._fail(part, f"the {part} of cell {self.cell} died with exit codes {outcome.returncodes}")
 
     async def _bring_up(self, command: do.BringUp) -> None:
         handle = await launch(
             cell=self.cell,
             config=self.config,
             run_dir=self.ctx.run_dir,
-            log_path=self._log("trainer"),
+            log_path=self._log(self._other_part),
             device=self.device,
+            trains=self.core.state.trains,
         )
         self._workers = Workers(handle, self.cell, self.incarnation)
         self._start(self._watch_trainer(handle))
+        if not self.core.state.trains:
+            return
         if self.cell == CORE:
             await self._workers.load(self.config.model.path, command.checkpoint, command.version)
         store = handle.hello.store

@@ -102,7 +102,8 @@ class CellAgent:
 
 async def serve(ctx: ServiceContext) -> None:
     """Entry point of `gyre serve cell-agent --cell K`."""
-    core = CellCore(int(ctx.args["cell"]))
+    cell = int(ctx.args["cell"])
+    core = CellCore(cell, trains=cell < ctx.config.cells.count)
     agent = CellAgent(ctx, core)
     caught_up = asyncio.Event()
 

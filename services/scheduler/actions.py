@@ -240,11 +240,12 @@ class Actions:
         elif s.supply_since is None:
             s.supply_since = now
         wanted = self.policy.training_cells(s, now)
-        while s.training < min(wanted.cells, len(s.cells)):
-            cell = s.cells[s.training]
-            s.training += 1
+        leaving = s.cells[s.training : min(wanted.cells, self.settings.cells)]
+        for cell in leaving:
             cell.desired = TRAINING
-            self.touch(cell)  # offers no room any more
+            self.touch(cell)  # offers no room any more: of several that leave together none takes another's executions
+        s.training += len(leaving)
+        for cell in leaving:
             reason = f"waterlevel {s.waterlevel} <= capacity {s.capacity} of the others"
             self.out.extend(move_all(s, self.room, cell, f"cell {cell.index} goes to training"))
             self.order(cell, TRAINING, reason)

@@ -44,7 +44,7 @@ class SchedulerCore:
         if self._actions is None:
             if not isinstance(event, ev.RunStarted):
                 return ()
-            self._actions = actions = self._acting_on(new_state(event, _config(event).cells.count))
+            self._actions = actions = self._acting_on(new_state(event, Settings.of(_config(event))))
             if actions.policy.takes_notes:
                 actions.state.notes = Notes()
             actions.enter("starting")
@@ -86,12 +86,13 @@ def _config(started: ev.RunStarted) -> RunConfig:
 
 def _check_settings(a: Actions) -> None:
     settings = a.settings
+    most = min(settings.cells, settings.cells + settings.standalone - 1)  # cells in training
     if settings.steps and not a.state.started.train_tasks:
         a.fail("no training task is left; fix the folder named by tasks.train")
-    elif settings.mode == "async" and not 0 < settings.async_training_cells < settings.cells:
+    elif settings.mode == "async" and not 0 < settings.async_training_cells <= most:
         a.fail(
-            f"scheduler.async_training_cells is {settings.async_training_cells}, but of {settings.cells} cells "
-            "at least one must train and one roll out"
+            f"scheduler.async_training_cells is {settings.async_training_cells}, but of {settings.cells} cells and "
+            f"{settings.standalone} standalone engines at least one must train and one roll out (1 to {most})"
         )
 
 

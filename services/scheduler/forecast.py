@@ -27,7 +27,8 @@ class Outlook:
 
     batch: int  # B
     places: float
-    cells: float
+    per_cell: float  # places of one cell or standalone engine
+    cells: float  # that may train
     group_s: float  # training, cell-seconds per group
     commit_s: float
     to_training_s: float  # cells leave rollout one after the other, each taking so long
@@ -65,7 +66,8 @@ def outlook(settings: Settings, s: State, notes: Notes, seed: str) -> Outlook:
     return Outlook(
         batch=max(2, round(b / scale)),
         places=s.live_capacity / scale,
-        cells=len(s.cells) / scale,
+        per_cell=s.live_capacity / len(s.cells),
+        cells=settings.cells / scale,
         group_s=notes.trained_s / max(1, notes.batches * b),
         commit_s=notes.commit_s,
         to_training_s=notes.to_training_s,
@@ -134,7 +136,6 @@ class _Ahead:
         self.in_training = 0.0  # cells
         self.joining: float | None = None  # when the cell that is on its way will train
         self.known = self.consumed = 0  # groups dispatched, groups consumed (the batch in work included)
-        self._per_cell = now.places / now.cells
         self._source = _cycle(now.fresh)
         for lives in now.groups:
             self._dispatch(lives)
@@ -145,7 +146,7 @@ class _Ahead:
 
     def _spare_cells(self) -> float:
         """Cells that the waterlevel does not need."""
-        return max(0.0, (self.now.places - self.rollout.level) / self._per_cell)
+        return max(0.0, (self.now.places - self.rollout.level) / self.now.per_cell)
 
     def begin_burst(self, outstanding: int) -> None:
         self._pass(self.now.pause_s if self.t else 0.0)

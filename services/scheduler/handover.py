@@ -19,7 +19,8 @@ class NoRoom(RuntimeError):
 
 
 class Room:
-    """A lazy heap of cells with room. `spread`: the emptiest first; else the highest-numbered, which leave last."""
+    """A lazy heap of cells with room. `spread`: the emptiest first; else the highest-numbered: standalone engines,
+    which never leave, then the cells that leave last."""
 
     def __init__(self, state: State, spread: bool) -> None:
         self._cells = state.cells

@@ -46,7 +46,7 @@ class Lookahead:
     def training_cells(self, s: State, now: float) -> Membership:
         n = s.training
         stay = Membership(n)
-        if n == len(s.cells) or s.supply_since is None:
+        if n == self.settings.cells or s.supply_since is None:
             return stay
         if n > 0 and (s.batch is None or s.batch.reduce or not switched(s.cells[n - 1])):
             return stay

@@ -2,8 +2,9 @@
 is over, who stays in training after it.
 
 Invariant: a policy changes nothing, and whatever it answers the core keeps the rules common to all modes: training
-cells are a prefix of the cell list, no more groups are dispatched than the run's steps consume, batches commit in
-order. A policy must let every burst end: with all outstanding executions finished, `training_cells` is at least 1.
+cells are a prefix of the cell list without the standalone engines, no more groups are dispatched than the run's steps
+consume, batches commit in order. A policy must let every burst end: with all outstanding executions finished,
+`training_cells` is at least 1.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Elastic:
     def training_cells(self, s: State, now: float) -> Membership:
         n = s.training
         stay = Membership(n)
-        if n == len(s.cells) or s.supply_since is None:
+        if n == self.settings.cells or s.supply_since is None:
             return stay
         if n > 0 and (s.batch is None or s.batch.reduce or not switched(s.cells[n - 1])):
             return stay
@@ -153,7 +154,8 @@ class Async:
 
 @dataclass(frozen=True)
 class Colocate:
-    """The whole pool rolls out until everything outstanding is finished, trains mu batches, and comes back."""
+    """All cells roll out until everything outstanding is finished, or the standalone engines hold what is left; then
+    they train mu batches together, and come back."""
 
     settings: Settings
     spread: bool = True
@@ -166,9 +168,9 @@ class Colocate:
         return True
 
     def training_cells(self, s: State, now: float) -> Membership:
-        if s.training == 0 and s.waterlevel > 0:
+        if s.training == 0 and s.waterlevel > s.pool:
             return Membership(0)
-        return Membership(len(s.cells))
+        return Membership(self.settings.cells)
 
     def burst_is_over(self, s: State) -> bool:
         return burst_length_reached(self.settings, s)

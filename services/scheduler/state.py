@@ -1,8 +1,8 @@
 """What the scheduler knows of a run: counters, cells, executions, the open batch. Plain data.
 
 Invariants: `dispatched - finished` is the waterlevel and equals `len(executions)`; an execution is either waiting or
-in exactly one cell's `executions`; the totals (`capacity`, `reading`, `ready_cells`, `live_capacity`, `hope`) are the
-sums of the cells' own contributions, kept up to date by `refresh`, so that no event costs a walk over cells or
+in exactly one cell's `executions`; the totals (`capacity`, `reading`, `ready_cells`, `live_capacity`, `hope`, `pool`)
+are the sums of the cells' own contributions, kept up to date by `refresh`, so that no event costs a walk over cells or
 executions. Everything here is encodable, so a snapshot is one call.
 """
 
@@ -29,7 +29,8 @@ class Settings:
     """The few values of the run file that scheduling depends on."""
 
     seed: int
-    cells: int
+    cells: int  # that may train
+    standalone: int  # engines that never train; they are numbered after the cells
     mode: str
     mu: int
     phi: float
@@ -47,6 +48,7 @@ class Settings:
         return cls(
             seed=config.seed,
             cells=config.cells.count,
+            standalone=config.cells.standalone,
             mode=s.mode,
             mu=s.mu,
             phi=s.phi,
@@ -65,9 +67,10 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
 
     capacity: int = 0  # room for executions: serving, with the published weights
     reading: int = -1  # version of the snapshot that a refit under way may be reading, -1 = none
-    ready: int = 0  # 1 = engine and trainer stand
+    ready: int = 0  # 1 = engine and trainer stand (a standalone engine: it stands)
     live_capacity: int = 0  # capacity of a standing engine, whatever its role
     hope: int = 0  # 1 = meant for rollout, and not lost for good
+    pool: int = 0  # `capacity`, of a cell that never trains
 
 
 NOTHING = Share()
@@ -77,6 +80,7 @@ class Cell(msgspec.Struct):
     """One cell as the scheduler sees it. `incarnation` "" = lost, until CellStarted."""
 
     index: int
+    standalone: bool = False  # an engine without a trainer: always in rollout
     incarnation: str = ""
     gone: bool = False  # its agent is not started again
     capacity: int = 0
@@ -166,7 +170,7 @@ class State(msgspec.Struct):
     burst_batches: int = 0  # committed in this burst
     burst_open: bool = False  # groups of this burst are dispatched
     batch: Batch | None = None
-    training: int = 0  # cells [0, training) are meant for training
+    training: int = 0  # cells [0, training) are meant for training; never a standalone engine
     supply_since: float | None = None
     ask_at: float | None = None
     switches: int = 0  # role orders given
@@ -179,6 +183,7 @@ class State(msgspec.Struct):
     ready_cells: int = 0
     live_capacity: int = 0
     hope: int = 0
+    pool: int = 0  # places of standalone engines, out of `capacity`
 
     notes: Notes | None = None  # of the lookahead policy; None in the other modes
 
@@ -192,22 +197,24 @@ class State(msgspec.Struct):
         return self.groups_dispatched - self.groups_consumed
 
 
-def new_state(started: RunStarted, cells: int) -> State:
-    state = State(started=started, cells=[Cell(index=k) for k in range(cells)])
+def new_state(started: RunStarted, settings: Settings) -> State:
+    engines = settings.cells + settings.standalone
+    state = State(started=started, cells=[Cell(index=k, standalone=k >= settings.cells) for k in range(engines)])
     for cell in state.cells:
         refresh(state, cell)
     return state
 
 
 def share_of(state: State, cell: Cell) -> Share:
-    serving = cell.serving
     fresh = cell.engine_version >= state.published
+    capacity = cell.capacity if cell.serving and fresh else 0
     return Share(
-        capacity=cell.capacity if serving and fresh else 0,
+        capacity=capacity,
         reading=cell.reading,
-        ready=int(cell.engine_ready and cell.trainer_ready),
+        ready=int(cell.engine_ready and (cell.trainer_ready or cell.standalone)),
         live_capacity=cell.capacity if cell.engine_ready else 0,
         hope=int(cell.desired == ROLLOUT and not cell.gone),
+        pool=capacity if cell.standalone else 0,
     )
 
 
@@ -224,6 +231,7 @@ def refresh(state: State, cell: Cell) -> None:
     state.ready_cells += new.ready - old.ready
     state.live_capacity += new.live_capacity - old.live_capacity
     state.hope += new.hope - old.hope
+    state.pool += new.pool - old.pool
 
 
 def _count(counts: dict[int, int], key: int, change: int) -> None:

@@ -15,6 +15,7 @@ class CellAgent:
     def __init__(self, world: World, index: int) -> None:
         self.world = world
         self.index = index
+        self.trains = index < world.plan.cells
         self.lives = 0
         self.vanish()
 
@@ -39,7 +40,8 @@ class CellAgent:
         self.lives += 1
         self.incarnation = f"i{self.index}-{self.lives}"
         w.publish(ev.CellStarted(cell=self.index, incarnation=self.incarnation))
-        self.later(10.0, self._trainer_up)
+        if self.trains:
+            self.later(10.0, self._trainer_up)
         self.later(10.0, self._engine_up)
 
     def die(self, by_failure: bool) -> None:
@@ -93,7 +95,7 @@ class CellAgent:
         self._up()
 
     def _up(self) -> None:
-        if self.engine and self.trainer:
+        if self.engine and (self.trainer or not self.trains):
             self._become("rollout")
 
     def _become(self, role: str) -> None:
@@ -128,6 +130,7 @@ class CellAgent:
             self._reduce(event)
 
     def _obey(self, order: ev.CellRoleOrdered) -> None:
+        assert self.trains, "a standalone engine was given an order"
         self.order = order.order
         self.joined, self.busy = None, False
         if order.role == "training" and self.role in ("rollout", "returning"):

@@ -24,6 +24,7 @@ OWN = (
     ev.BatchReduceOrdered,
     ev.BurstEnded,
 )
+ONE_BY_ONE = ("elastic", "lookahead")
 PHASES = ["starting", "eval_before", "training", "eval_after", "finished"]
 
 
@@ -85,7 +86,7 @@ class Checks:
 
     def _run_resumed(self, event: ev.RunResumed) -> None:
         self.stopped = False
-        for cell in range(self.plan.cells):
+        for cell in range(self.plan.engines):
             self._lost(cell)
 
     def _lost(self, cell: int) -> None:
@@ -135,6 +136,7 @@ class Checks:
 
     def _cell_role_ordered(self, event: ev.CellRoleOrdered) -> None:
         cell = event.cell
+        assert cell < self.plan.cells, "a standalone engine never trains, so it has nothing to be ordered"
         self.told.add(cell)
         if event.role == "rollout":
             self.ordered_out.discard(cell)
@@ -146,10 +148,14 @@ class Checks:
             assert not missing & self.trainer_ready & self.engine_up, "the training set is a prefix of the cell list"
             assert late or all(k < cell for k in self.ordered_out)
             self.joins.append(cell)
-            if self.plan.mode == "elastic":
+            level = len(self.dispatched) - len(self.finished)
+            if self.plan.mode == "colocate" and not late and not self.ordered_out:
+                pool = [k for k in self.rollout if k >= self.plan.cells]
+                assert level <= len(pool) * self.plan.capacity
+            if self.plan.mode in ONE_BY_ONE:
                 assert not missing or late
                 others = self.rollout - {cell}
-                assert len(self.dispatched) - len(self.finished) <= len(others) * self.plan.capacity
+                assert level <= len(others) * self.plan.capacity
                 if cell > 0 and self.incarnation[cell - 1]:
                     assert cell - 1 in self.arrived, "one at a time"
         assert not self.reserved[cell], "executions were moved before the order"
@@ -172,7 +178,8 @@ class Checks:
         if event.purpose == "train" and event.group not in self.groups:
             self.groups.add(event.group)
             outstanding = len(self.groups) - len(self.consumed)
-            assert outstanding <= int((self.plan.mu + self.plan.phi) * self.plan.groups + 0.5)
+            if self.plan.mode != "lookahead":  # it plans mu and depth anew for every burst
+                assert outstanding <= int((self.plan.mu + self.plan.phi) * self.plan.groups + 0.5)
             assert len(self.groups) <= self.plan.steps * self.plan.groups
 
     def _execution_placed(self, event: ev.ExecutionPlaced) -> None:
@@ -183,8 +190,16 @@ class Checks:
     def _execution_moved(self, event: ev.ExecutionMoved) -> None:
         assert event.execution in self.placed
         assert self.cell_of[event.execution] == event.from_cell
+        if event.to_cell < self.plan.cells and self.plan.mode in ONE_BY_ONE:
+            assert not self._standalone_with_room(), "standalone engines are the first destinations"
         self.reserved[event.from_cell].discard(event.execution)
         self._reserve(event.execution, event.to_cell)
+
+    def _standalone_with_room(self) -> list[int]:
+        published = self.bursts[-1].version if self.bursts else 0
+        engines = range(self.plan.cells, self.plan.engines)
+        fresh = [k for k in engines if k in self.rollout and self.engine_version[k] >= published]
+        return [k for k in fresh if len(self.reserved[k]) < self.plan.capacity]
 
     def _reserve(self, execution: str, cell: int) -> None:
         assert execution in self.dispatched

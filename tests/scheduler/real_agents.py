@@ -21,7 +21,8 @@ class RealAgent:
     def __init__(self, world: World, index: int) -> None:
         self.world = world
         self.index = index
-        self.core = CellCore(index)
+        self.trains = index < world.plan.cells
+        self.core = CellCore(index, self.trains)
         self.lives = 0
         self.incarnation = ""
         self.owed: list[ev.Event] = []  # what the dead process would have published: its successor does
@@ -105,7 +106,8 @@ class RealAgent:
             if self.index == 0:
                 self._weights(c.version)
 
-        self.later(10.0, up)
+        if self.trains:
+            self.later(10.0, up)
 
     def _admit(self, c: do.Admit) -> None:
         def up() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from services.scheduler.core import NotStarted, SchedulerCore
@@ -54,6 +56,28 @@ def test_core_leaves_by_capacity_and_supply_and_its_executions_move_first() -> N
     order = h.all(ev.CellRoleOrdered)[-1]
     assert (order.cell, order.order, order.role) == (0, 1, "training")
     assert {e.to_cell for e in h.all(ev.ExecutionMoved)} == {2}
+
+
+def test_standalone_engines_hold_most_and_take_the_executions_of_cells_that_leave() -> None:
+    plan = replace(SMALL, cells=2, standalone=2)
+    h = Hand(plan)
+    h.up(0, 1)
+    for k in (2, 3):  # they have no trainer
+        life = f"i{k}-1"
+        h.lives[k] = 1
+        h.give(ev.CellStarted(cell=k, incarnation=life))
+        h.give(ev.CellEngineReady(cell=k, incarnation=life, url="", version=0, capacity=plan.capacity))
+    assert [e.cell for e in h.all(ev.ExecutionPlaced)] == [3] * 4 + [2] * 4 + [1] * 2
+    h.group_done(0).group_done(1)
+    h.give(ev.TimerFired(service="scheduler", key="supply"), at=h.now + 10)
+    assert h.names() == ["cell_role_ordered"]  # the core held none
+    h.role(0, "draining").role(0, "training")
+    assert h.names() == ["batch_opened", "execution_moved", "execution_moved", "cell_role_ordered"]
+    assert [e.to_cell for e in h.all(ev.ExecutionMoved)] == [3, 3]
+    h.joined(0, 1).role(1, "joining").joined(1, 1).role(1, "training")
+    h.group_done(2).group_done(3).group_done(4)
+    assert {e.cell for e in h.all(ev.CellRoleOrdered)} == {0, 1}  # nobody else ever leaves
+    assert h.core.state.capacity == h.core.state.pool == 2 * plan.capacity
 
 
 def test_supply_must_hold_without_a_break() -> None:

@@ -20,7 +20,7 @@ from tests.scheduler.world import Plan, run_config, run_started
 )
 def test_room_is_always_what_a_full_search_finds(spread: bool, cells: int, steps: list[tuple[str, int, int]]) -> None:
     plan = Plan(cells=cells)
-    state = new_state(run_started(plan, run_config(plan)), cells)
+    state = new_state(run_started(plan, config := run_config(plan)), Settings.of(config))
     room = Room(state, spread)
     for what, index, value in steps:
         cell = state.cells[index % cells]

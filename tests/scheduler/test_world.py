@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.core import SchedulerCore
+from shared import events as ev
 from tests.scheduler.world import Plan, World, encode_effects
 
 MODES = ["elastic", "async", "colocate"]
@@ -16,6 +19,7 @@ plans = st.builds(
     seed=st.integers(0, 10**6),
     mode=st.sampled_from(MODES),
     cells=st.integers(2, 6),
+    standalone=st.sampled_from([0, 0, 1, 3]),
     capacity=st.integers(1, 12),
     mu=st.integers(1, 4),
     phi=st.sampled_from([0.0, 0.25, 0.5, 1.5]),
@@ -53,6 +57,17 @@ def test_replay_and_snapshot_give_the_same_effects(plan: Plan, cut: float) -> No
             restored.restore(again.snapshot())
             again = restored
         assert encode_effects(again.handle(event, now)) == world.effects[i]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(plan=plans, cells=st.integers(1, 3), standalone=st.integers(1, 4), mode=st.sampled_from([*MODES, "lookahead"]))
+def test_standalone_engines_only_ever_roll_out(plan: Plan, cells: int, standalone: int, mode: str) -> None:
+    """Also where they are the majority, or the core is the only cell that trains."""
+    world = World(replace(plan, cells=cells, standalone=standalone, mode=mode)).run()
+    assert world.phase == "finished"
+    world.checks.finish()  # `checks` holds every order and every move against what standalone engines are for
+    roles = {(e.cell, e.role) for e, _ in world.log if isinstance(e, ev.CellRoleChanged) and e.cell >= cells}
+    assert roles <= {(k, "rollout") for k in range(cells, cells + standalone)}
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -41,6 +41,7 @@ class Plan:
     seed: int = 0
     mode: str = "elastic"
     cells: int = 4
+    standalone: int = 0
     capacity: int = 8
     mu: int = 2
     phi: float = 0.5
@@ -61,6 +62,10 @@ class Plan:
     failures: float = 0.1  # share of executions that never start, are excluded, or have no advantage
     real_agents: bool = False  # the cell agent's own core instead of the scripted one
     max_events: int = 400_000
+
+    @property
+    def engines(self) -> int:
+        return self.cells + self.standalone
 
 
 @dataclass
@@ -92,7 +97,7 @@ class World:
         self.micro_steps: list[str] = []
         self.claims: dict[str, tuple[int, str] | None] = {}  # micro-step -> (cell, incarnation) holding it
         agent: type[CellAgent] | type[RealAgent] = RealAgent if p.real_agents else CellAgent
-        self.agents = [agent(self, k) for k in range(p.cells)]
+        self.agents = [agent(self, k) for k in range(p.engines)]
 
     # ------------------------------------------------------------------------------------------------ machinery
 
@@ -297,7 +302,7 @@ class World:
         self.at(self.rng.expovariate(self.plan.deaths_per_hour / 3600), self._death)
 
     def _death(self) -> None:
-        victim = self.agents[self.rng.randrange(self.plan.cells)]
+        victim = self.agents[self.rng.randrange(self.plan.engines)]
         if victim.incarnation and not self.stopped and self.phase != "starting":
             victim.die(self.rng.random() < 0.5)
             self.deaths += 1
@@ -331,7 +336,7 @@ def run_config(p: Plan) -> RunConfig:
         model=ModelConfig(path="m"),
         tasks=TasksConfig(train="t"),
         evaluation=EvaluationConfig(sets=sets),
-        cells=CellsConfig(count=p.cells, capacity=p.capacity),
+        cells=CellsConfig(count=p.cells, standalone=p.standalone, capacity=p.capacity),
         scheduler=SchedulerConfig(
             mode=p.mode,  # type: ignore[arg-type]
             mu=p.mu,

@@ -171,6 +171,11 @@ def test_batches_that_cannot_fit_are_refused(tmp_path: Path) -> None:
     assert "3 cells" in problems(path, **asynchronous)["scheduler.groups_per_batch"]
     alone = problems(path, scheduler__mode="async", scheduler__async_training_cells=3)
     assert "at most 2" in alone["scheduler.async_training_cells"]
+    load(path, {"scheduler.mode": "async", "scheduler.async_training_cells": 3, "cells.standalone": 1})
+    never = problems(path, scheduler__mode="async", scheduler__async_training_cells=4, cells__standalone=2)
+    assert "standalone engines never train" in never["scheduler.async_training_cells"]
+    load(path, {"scheduler.groups_per_batch": 13, "cells.standalone": 1})  # its places count
+    assert "negative" in problems(path, cells__standalone=-1)["cells.standalone"]
     assert "negative" in problems(path, scheduler__phi=-0.5)["scheduler.phi"]
     assert "greater than 0" in problems(path, scheduler__mu=0)["scheduler.mu"]
 

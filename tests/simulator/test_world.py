@@ -29,6 +29,7 @@ setups = st.builds(
     phi=st.sampled_from([0.0, 0.5, 1.5]),
     steps=st.integers(1, 12),
     cells=st.integers(2, 6),
+    standalone=st.sampled_from([0, 0, 2]),
     capacity=st.integers(1, 40),
     groups=st.integers(1, 6),
     executions=st.integers(1, 4),
@@ -64,8 +65,9 @@ def rules(mode: str, mu: int, phi: float, base: Plan) -> Plan:
 @given(setup=setups)
 def test_promises_are_kept_and_every_group_is_consumed_once(setup: Setup) -> None:
     base = Plan(
-        cells=setup.cells, capacity=setup.capacity, groups=setup.groups, executions=setup.executions, steps=setup.steps
-    )
+        cells=setup.cells, standalone=setup.standalone, capacity=setup.capacity, groups=setup.groups,
+        executions=setup.executions, steps=setup.steps,
+    )  # fmt: skip
     checks = Checks(rules(setup.mode, setup.mu, setup.phi, base))
 
     def watch(event: Any, now: float) -> None:

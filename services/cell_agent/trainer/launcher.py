@@ -34,6 +34,8 @@ from shared.config import RunConfig
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 MAX_FRAME = 1 << 30
+WORKER = "services.cell_agent.trainer.worker"
+RECEIVER = "services.cell_agent.receiver"
 
 
 class TrainerError(Exception):
@@ -168,13 +170,15 @@ async def launch(
     log_path: Path,
     device: str = "cpu",
     host: str = "127.0.0.1",
+    trains: bool = True,
 ) -> TrainerHandle:
     """Start the tp*pp*cp workers of a cell and wait for their Hello (at most config.cells.start_timeout_s).
 
+    Not `trains`: one process that can only Pull and Refit (receiver.py), for a standalone engine.
     `device`: "cpu" or "cuda" (resolve "auto" before). `host`: the address under which other cells reach this one
     (TCP store, gloo, Transfer Engine). Raises TrainerStartError with the end of the log."""
     cells = config.cells
-    world = cells.tensor_parallel * cells.pipeline_parallel * cells.context_parallel
+    world = cells.tensor_parallel * cells.pipeline_parallel * cells.context_parallel if trains else 1
     log_path.parent.mkdir(parents=True, exist_ok=True)
     run_dir.mkdir(parents=True, exist_ok=True)
     config_path = run_dir / f"trainer-{cell}.json"
@@ -193,7 +197,7 @@ async def launch(
         server = await asyncio.start_unix_server(on_connect, path)
         processes: list[asyncio.subprocess.Process] = []
         try:
-            command = _command(path, config_path, world, cell, device, host)
+            command = _command(WORKER if trains else RECEIVER, path, config_path, world, cell, device, host)
             environment = _environment(config, device, host)
             with log_path.open("ab") as log:
                 for rank in range(world):
@@ -220,12 +224,12 @@ async def read_frame(reader: asyncio.StreamReader, kind: object) -> protocol.Rep
     return reply
 
 
-def _command(path: str, config_path: Path, world: int, cell: int, device: str, host: str) -> list[str]:
+def _command(module: str, path: str, config_path: Path, world: int, cell: int, device: str, host: str) -> list[str]:
     port = _free_port() if world > 1 else 0
     values = {"socket": path, "config": config_path, "world": world, "master-port": port, "cell": cell}
     values |= {"device": device, "host": host}
     arguments = [part for key, value in values.items() for part in (f"--{key}", str(value))]
-    return [sys.executable, "-m", "services.cell_agent.trainer.worker", *arguments]
+    return [sys.executable, "-m", module, *arguments]
 
 
 async def _spawn(

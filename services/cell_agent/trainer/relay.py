@@ -8,7 +8,6 @@ rank; when the agent is gone it returns Exit.
 from __future__ import annotations
 
 import queue
-import socket
 import threading
 
 import msgspec
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from services.cell_agent.trainer import protocol
+from services.cell_agent.trainer.child import connect, read_frame, write_frame
 from services.cell_agent.trainer.parallel import Parallel
 
 DRAIN = protocol.EndBatch(id=0)  # nobody's command: the pipeline runs dry because nothing follows for now
@@ -26,8 +26,7 @@ class Relay:
         self._parallel = parallel
         self._pushed_back: protocol.Command | None = None
         if parallel.is_control:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._socket.connect(path)
+            self._socket = connect(path)
             self._arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
             threading.Thread(target=self._listen, name="agent-socket", daemon=True).start()
 
@@ -54,8 +53,7 @@ class Relay:
     def reply(self, message: protocol.Reply) -> None:
         """Control rank only: send a reply to the agent."""
         if self._parallel.is_control:
-            data = msgspec.msgpack.encode(message)
-            self._socket.sendall(len(data).to_bytes(4, "little") + data)
+            write_frame(self._socket, message)
 
     def _spread(self, data: bytes) -> bytes:
         size = torch.tensor(len(data))
@@ -69,27 +67,8 @@ class Relay:
 
     def _listen(self) -> None:
         while True:
-            data = _read_frame(self._socket)
+            data = read_frame(self._socket)
             if data is None:
                 self._arrived.put(msgspec.msgpack.encode(protocol.Exit(id=0)))
                 return
             self._arrived.put(data)
-
-
-def _read_frame(connection: socket.socket) -> bytes | None:
-    """One frame, or None when the agent has gone."""
-    head = _read_exactly(connection, 4)
-    return None if head is None else _read_exactly(connection, int.from_bytes(head, "little"))
-
-
-def _read_exactly(connection: socket.socket, size: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < size:
-        try:
-            part = connection.recv(size - len(parts))
-        except ConnectionError:
-            return None
-        if not part:
-            return None
-        parts += part
-    return bytes(parts)

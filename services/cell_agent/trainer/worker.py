@@ -11,14 +11,10 @@ and the worker stays. Any other failure is answered with Failed and the worker e
 from __future__ import annotations
 
 import argparse
-import ctypes
 import faulthandler
 import logging
 import os
-import signal
 import sys
-import threading
-import time
 import traceback
 import warnings
 from pathlib import Path
@@ -29,27 +25,13 @@ import torch
 
 from services.cell_agent.trainer import parallel as parallel_module
 from services.cell_agent.trainer import protocol
+from services.cell_agent.trainer.child import die_with_parent, parser
 from services.cell_agent.trainer.parallel import Parallel
 from services.cell_agent.trainer.relay import DRAIN, Relay
 from shared.config import RunConfig
 
-PR_SET_PDEATHSIG = 1
 DRAIN_AFTER_S = 0.2
 log = logging.getLogger("trainer")
-
-
-def die_with_parent() -> None:
-    """End this process when its parent ends: at once on Linux, within a second elsewhere."""
-    parent = os.getppid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(3)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 class Worker:
@@ -154,7 +136,7 @@ class Worker:
 
 
 def main() -> None:
-    arguments = _arguments()
+    arguments = parser("one rank of a cell's training workers").parse_args()
     die_with_parent()
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s rank {arguments.rank} %(message)s")
@@ -198,20 +180,6 @@ def _stand_up(
         if arguments.cell == 0:
             store, address = serve_store(arguments.host)
     return Worker(CellTrainer(config, parallel, session), relay, parallel), store, address
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="one rank of a cell's training workers")
-    parser.add_argument("--socket", required=True, help="the agent's unix socket")
-    parser.add_argument("--config", required=True, help="resolved run configuration, JSON")
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--world", type=int, required=True)
-    parser.add_argument("--master-port", type=int, default=0)
-    parser.add_argument("--cell", type=int, required=True)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--host", default="127.0.0.1", help="address under which other cells reach this one")
-    parser.add_argument("--transfer", choices=("tcp", "rdma"), default=os.environ.get("GYRE_TRANSFER", "tcp"))
-    return parser.parse_args()
 
 
 if __name__ == "__main__":
