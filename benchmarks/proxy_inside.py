@@ -23,7 +23,8 @@ from typing import Any
 import orjson
 
 from services.proxy import rendering
-from services.proxy.app import ProxyApp, decode_json
+from services.proxy.app import ProxyApp
+from services.proxy.bodies import Bodies
 from services.proxy.calls import Calls
 from services.proxy.core import Execution, ProxyCore
 from services.proxy.dialects import openai_chat
@@ -79,9 +80,16 @@ class Inside:
             self.core, self.renderer, self.prompts, engine, recorder, self.watch, Limits(context, 60.0)
         )
         self.calls = Calls(self.core, self.prompts, plans, generating, recorder)
+        self.bodies = Bodies()
         self.refused: collections.Counter[str] = collections.Counter()
         self.app = ProxyApp(
-            self.core, self.calls, self.watch, self._last, lambda _e, error: self.refused.update([error.kind]), "m"
+            self.core,
+            self.calls,
+            self.bodies,
+            self.watch,
+            self._last,
+            lambda _e, error: self.refused.update([error.kind]),
+            "m",
         )
         self._tell(CellStarted(cell=0, incarnation="i"))
         self._tell(CellEngineReady(cell=0, incarnation="i", url="http://none", version=1, capacity=8))
@@ -117,7 +125,7 @@ async def play(inside: Inside, name: str, calls: int) -> dict[str, float]:
     for _ in range(calls):
         body = orjson.dumps({"model": "m", "messages": messages, "tools": TOOLS})
         begun = cpu()
-        request = openai_chat.parse(decode_json(body), {})
+        request = inside.bodies.read(name, openai_chat, body, {})
         read = cpu()
         call = await inside.calls.open(execution, request)
         reply = await call.reply

@@ -139,13 +139,18 @@ class Tree:
 
     def ids(self, call: str) -> Ids:
         """Prompt + output of `call`, int32 [length]."""
-        out = np.empty(self.nodes[call].length, dtype=np.int32)
-        for piece in self._pieces(call):
-            node, start, stop = piece.node, piece.start, piece.stop
-            inputs = node.input_ids[: max(0, stop - start)]
-            out[start : start + len(inputs)] = inputs
-            if stop > node.prompt_length:
-                out[node.prompt_length : stop] = node.output_ids[: stop - node.prompt_length]
+        return self.part(call, 0, self.nodes[call].length)
+
+    def part(self, call: str, start: int, stop: int) -> Ids:
+        """ids(call)[start:stop], at the cost of the nodes that hold them. 0 <= start <= stop <= length."""
+        out = np.empty(stop - start, dtype=np.int32)
+        while stop > start:
+            node = self.nodes[call]
+            for begin, ids in ((node.kept, node.input_ids), (node.prompt_length, node.output_ids)):
+                first, last = max(begin, start), min(begin + len(ids), stop)
+                if last > first:
+                    out[first - start : last - start] = ids[first - begin : last - begin]
+            stop, call = min(stop, node.kept), node.parent
         return out
 
     def prompt_ids(self, call: str) -> Ids:

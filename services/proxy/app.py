@@ -8,22 +8,22 @@ has begun (the reply is written whole).
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
-import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-import orjson
 from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from services.proxy.bodies import Bodies
 from services.proxy.calls import Call, Calls
 from services.proxy.core import Ended, Execution, ProxyCore, Unknown
 from services.proxy.delivery import deliver, send_body, send_error_stream
 from services.proxy.dialects import anthropic, openai_chat, openai_responses
-from services.proxy.dialects.base import ApiError, Dialect, Request, bad_request
+from services.proxy.dialects.base import ApiError, Dialect, bad_request
 from services.proxy.watch import Watch
 
 log = logging.getLogger("gyre.proxy.app")
@@ -47,12 +47,13 @@ class ProxyApp:
         self,
         core: ProxyCore,
         calls: Calls,
+        bodies: Bodies,
         watch: Watch,
         last_sequence: LastSequence,
         refused: Refused,
         model: str,
     ) -> None:
-        self._core, self._calls, self._watch = core, calls, watch
+        self._core, self._calls, self._bodies, self._watch = core, calls, bodies, watch
         self._last_sequence, self._refused = last_sequence, refused
         self._model = model
 
@@ -79,9 +80,10 @@ class ProxyApp:
     async def complete(self, dialect: Dialect, exchange: Exchange) -> None:
         execution = await self.identify(exchange.headers)
         exchange.execution = execution.execution
-        request = dialect.parse(decode_json(await exchange.body()), exchange.headers)
+        body = await exchange.body()
         # What came while the body was read may have ended the execution.
         execution = await self.identify(exchange.headers)
+        request = self._bodies.read(execution.execution, dialect, body, exchange.headers)
         await self._catch_up_with_others()
         try:
             call = await self._calls.open(execution, request)
@@ -97,7 +99,10 @@ class ProxyApp:
     async def count_tokens(self, dialect: Dialect, exchange: Exchange) -> None:
         execution = await self.identify(exchange.headers)
         exchange.execution = execution.execution
-        request = anthropic.parse(decode_json(await exchange.body()), exchange.headers, counting=True)
+        body = await exchange.body()
+        execution = await self.identify(exchange.headers)
+        counting = functools.partial(anthropic.parse, counting=True)
+        request = self._bodies.read(execution.execution, dialect, body, exchange.headers, counting)
         tokens = await self._calls.count_tokens(execution, request)
         await send_body(exchange.send, 200, anthropic.token_count(tokens))
 
@@ -218,28 +223,6 @@ def key_of(headers: Mapping[str, str]) -> str:
     return headers.get("x-api-key", "").strip()
 
 
-def decode_json(data: bytes) -> Any:
-    """The body's JSON. Lone surrogates, which some harnesses send for undecodable file content, become U+FFFD."""
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        reason = str(error)
-    try:
-        return _without_surrogates(json.loads(data))
-    except (ValueError, RecursionError):
-        raise bad_request(f"the request body is no valid JSON: {reason}") from None
-
-
-def _without_surrogates(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if isinstance(value, dict):
-        return {_without_surrogates(k): _without_surrogates(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_without_surrogates(v) for v in value]
-    return value
-
-
 def _model_entry(name: str, headers: Mapping[str, str]) -> dict[str, Any]:
     if "anthropic-version" in headers:
         return {"type": "model", "id": name, "display_name": name, "created_at": "2026-01-01T00:00:00Z"}
@@ -262,4 +245,4 @@ async def _not_found(request: Any, error: Exception) -> Any:
     return Response(body, status, media_type="application/json")
 
 
-__all__ = ["ProxyApp", "Request", "decode_json", "key_of"]
+__all__ = ["ProxyApp", "key_of"]

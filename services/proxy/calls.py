@@ -87,20 +87,20 @@ class Calls:
         prompt = await self._prompts.prompt(execution, request, match)
         self._still_running(execution, key[1])
         longest = self._generating.context - ENGINE_RESERVE
-        room = longest - len(prompt.ids)
+        room = longest - prompt.length
         if room < 1:
-            raise context_too_long(len(prompt.ids), longest)
+            raise context_too_long(prompt.length, longest)
         plan = self._plans.make(execution, request, match, prompt, room)
         call = Call(plan.call, key, asyncio.get_running_loop().create_future(), int(time.time()))
         call.reply.add_done_callback(_retrieve)
         self._prepare_reading(call, execution, request)
-        call.work = Work(plan, prompt.ids, request, call.created, watched=call.reading is not None)
+        call.work = Work(plan, prompt, request, call.created, watched=call.reading is not None)
         self._start(call, call.work)
         return call
 
     async def count_tokens(self, execution: Execution, request: Request) -> int:
         prompt: Prompt = await self._prompts.prompt(execution, request, self._prompts.match(execution, request))
-        return len(prompt.ids)
+        return prompt.length
 
     async def before_delivery(self, call: Call) -> None:
         """A reply whose record says that nobody got it is about to be sent: correct that first."""

@@ -7,7 +7,8 @@ the harness reworded it, as long as everything before it is the same.
 
 Invariant: a match only ever says that the ids of the matched call are the beginning of the new prompt. Whatever does
 not match makes a branch, never an error. Every message is put into canonical form once: the chain's steps are
-remembered by (key before, hash of the message), so that a call costs canonicalisation of its new messages only.
+remembered by (key before, hash of the message), and the chain is followed from where the last conversations with the
+same beginning had matched, so that a call costs work on its new messages only.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from shared.tree import Node, Tree
 
 STEPS_KEPT = 50_000
 """Remembered steps of one execution (about 300 bytes each); beyond them all are forgotten and made again."""
+
+REACHED_KEPT = 8
+"""Lines of work of which the latest match is remembered."""
 
 Payloads = Callable[[str], tuple[str, ...]]
 """call id -> canonical forms of the tool calls the policy made in it."""
@@ -47,6 +51,17 @@ class Step(NamedTuple):
     changed: bool  # the turn is the call's, but not as the policy generated it
 
 
+class Reached(NamedTuple):
+    """How far a conversation under the tools `root` matched: `messages` end with the turn of `call`, `key` is the key
+    after it."""
+
+    root: bytes
+    messages: tuple[Message, ...]
+    key: bytes
+    call: str
+    changed: bool
+
+
 class Contexts:
     """The tree of one execution, and its calls by context and by request."""
 
@@ -61,6 +76,7 @@ class Contexts:
         self._request_of: dict[str, str] = {}
         self._payloads: dict[str, tuple[str, ...]] = {}
         self._steps: dict[tuple[bytes, int], Step] = {}
+        self._reached: list[Reached] = []  # latest first
 
     def add(self, record: ModelCallRecorded) -> Node | None:
         """Take a record in; a record of a later attempt forgets all before it."""
@@ -89,6 +105,7 @@ class Contexts:
         for table in (self.delivered, self._by_context, self._by_request, self._request_of, self._payloads):
             table.clear()
         self._steps.clear()
+        self._reached.clear()
 
     def remember(self, call: str, payloads: tuple[str, ...]) -> None:
         """The canonical tool calls of a call that is about to be recorded."""
@@ -110,9 +127,11 @@ class Contexts:
     ) -> Match:
         """Find the call that `messages` continue. `payloads` is asked at most once per call whose ids appear."""
         restore = self._restorer(payloads)
-        key = canonical.root_of(tools)
-        call, matched, diverged = "", 0, False
-        for i, message in enumerate(messages):
+        root = canonical.root_of(tools)
+        before = self._reached_by(root, messages)
+        key, call, matched, diverged = (before.key, before.call, len(before.messages), before.changed)
+        latest = (key, diverged)  # at the last turn that matched
+        for i, message in enumerate(messages[matched:], matched):
             place = (key, hash(message))
             step = self._steps.get(place)
             if step is None:
@@ -122,12 +141,26 @@ class Contexts:
                 known = step.call or self._by_context.get(step.after.hex(), "")
                 if known:
                     call, matched, diverged = known, i + 1, step.changed
+                    latest = (step.after, step.changed)
                 elif key.hex() in self._by_request:
                     diverged = True  # a turn that replaces what the policy said here
             key = step.after
+        if matched > len(before.messages):
+            reached = Reached(root, messages[:matched], latest[0], call, latest[1])
+            self._reached = [reached, *(r for r in self._reached if r is not before)][:REACHED_KEPT]
         if matched == len(messages):  # an assistant turn at the end: nothing new to encode, so no continuation
             call, matched, diverged = "", 0, False
         return Match(key.hex(), call, messages[matched:], diverged)
+
+    def _reached_by(self, root: bytes, messages: tuple[Message, ...]) -> Reached:
+        """The longest remembered match that `messages` begin with. Messages that were read together with those of an
+        earlier body are the same objects (bodies.py), which makes this a comparison of addresses."""
+        found = Reached(root, (), root, "", False)
+        for reached in self._reached:
+            length = len(reached.messages)
+            if reached.root == root and length > len(found.messages) and messages[:length] == reached.messages:
+                found = reached
+        return found
 
     def _keep(self, place: tuple[bytes, int], step: Step, message: Message) -> None:
         """What a turn with tool calls is depends on what is recorded by now, unless it is known already."""

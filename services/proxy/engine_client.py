@@ -20,7 +20,7 @@ import aiohttp
 import numpy as np
 import orjson
 
-from services.proxy.generation import BadReport, Generation
+from services.proxy.generation import BadReport, Generation, written
 from services.proxy.handover import Handover
 from shared.events import Sampling
 from shared.ids import request_id
@@ -204,11 +204,8 @@ class EngineClient:
                 await response.read()
 
     def _body(self, generation: Generation, sampling: Sampling, rid: str, key: str) -> bytes:
-        partial = np.asarray(generation.ids, dtype=np.int32)
-        prompt = np.concatenate((generation.prompt, partial)) if len(partial) else generation.prompt
-        request = {
+        request: dict[str, Any] = {
             "rid": rid,
-            "input_ids": np.ascontiguousarray(prompt, dtype=np.int32),
             "sampling_params": {
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
@@ -222,7 +219,10 @@ class EngineClient:
         }
         if key:
             request["extra_key"] = key
-        return orjson.dumps(request, option=orjson.OPT_SERIALIZE_NUMPY)
+        partial = written(np.asarray(generation.ids, dtype=np.int32))
+        ids = [piece for piece in (*generation.prompt, partial) if piece]
+        first = memoryview(ids[0])[1:] if ids else b""  # without its comma
+        return b"".join((b'{"input_ids":[', first, *ids[1:], b"],", orjson.dumps(request)[1:]))
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:

@@ -23,7 +23,7 @@ from services.proxy.engine_client import EngineClient, EngineRefused, NoRoute, R
 from services.proxy.generation import Generation
 from services.proxy.handover import Handover, until_settled
 from services.proxy.plans import Plan
-from services.proxy.prompts import Prompts
+from services.proxy.prompts import Prompt, Prompts
 from services.proxy.reading import Reading
 from services.proxy.recorder import Recorder
 from services.proxy.rendering import Parsed, Rendering
@@ -51,7 +51,7 @@ class Work:
     """One generation to do."""
 
     plan: Plan
-    prompt: Ids
+    prompt: Prompt
     request: Request
     created: int
     watched: bool = False  # somebody reads along
@@ -104,7 +104,7 @@ class Generating:
     async def run(self, work: Work, read: Callable[[list[int]], bool], unwanted: Callable[[], bool]) -> Reply:
         """Raises ApiError. `read` is told new ids; `unwanted` is asked when the record is made."""
         started, plan, request = time.monotonic(), work.plan, work.request
-        generation = Generation(work.prompt, plan.sampling.max_new_tokens, reported=read)
+        generation = Generation(work.prompt.pieces, plan.sampling.max_new_tokens, reported=read)
         if work.watched:
             generation.interval = WATCHED_INTERVAL
         problem = await self._sample(work, generation, started + self._limits.call_timeout_s)
@@ -113,8 +113,8 @@ class Generating:
         reply, context, delivered = None, "", -1
         output = np.asarray(generation.ids, dtype=np.int32)
         if problem is None:
-            parsed = self._rendering.parse(output, work.prompt, request.tools)
-            usage = Usage(len(work.prompt), len(output), generation.cached_tokens, generation.finish)
+            parsed = self._rendering.parse(output, work.prompt.tail, request.tools)
+            usage = Usage(work.prompt.length, len(output), generation.cached_tokens, generation.finish)
             reply = self._reply(plan.call, parsed, output, usage, request, work.created)
             context = canonical.step(bytes.fromhex(plan.request), canonical.message(reply.message)).hex()
             if reply.stop_sequence is not None:
@@ -133,7 +133,7 @@ class Generating:
         if reply is None:
             assert problem is not None
             raise problem
-        self._prompts.remember(plan.call, plan.parent, work.prompt, output)
+        self._prompts.remember(plan.call, work.prompt, output)
         return reply
 
     def _remember(self, plan: Plan, parsed: Parsed) -> None:
@@ -190,7 +190,7 @@ class Generating:
             return ApiError(503, "unavailable", text, retry_after=5)
         except EngineRefused as error:
             if is_too_long(error):
-                return context_too_long(len(generation.prompt), self._limits.context - ENGINE_RESERVE)
+                return context_too_long(work.prompt.length, self._limits.context - ENGINE_RESERVE)
             log.error("call %s was refused by the engine: %s", plan.call, error)
             return ApiError(500, "internal", f"the engine refused the call: {error}")
         return None

@@ -6,8 +6,10 @@ comes after them; it gives None when the renderer cannot continue (the caller th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,13 +17,16 @@ import numpy.typing as npt
 import orjson
 
 from services.proxy.dialects.base import Message, Tool, ToolCall
-from services.proxy.tokenizer import load_tokenizer
+from services.proxy.tokenizer import FastTokenizer, StandIns, load_tokenizer
 
 TAIL = 256
 """So many ids of the prompt are shown to a renderer that looks back only to the start of the last turn."""
 
+ALL = 2**62
+
 LOCAL = ("qwen3",)
-"""Renderers whose bridge reads no more than the last turn of the prompt (tests/proxy/test_rendering.py)."""
+"""Renderers whose bridge reads no more than the last turn of the prompt, and which pass on what they encode without
+looking at it (tests/proxy/test_rendering.py)."""
 
 _NAME = re.compile(r'"name"\s*:\s*"((?:[^"\\]|\\.)*)"')
 _ARGUMENTS = re.compile(r'"arguments"\s*:\s*')
@@ -60,6 +65,8 @@ def load(model_path: str, renderer: str = "auto", *, thinking: bool = False) -> 
     fields = config_class.model_fields
     config = config_class(**({"enable_thinking": thinking} if "enable_thinking" in fields else {}))
     local = name in LOCAL
+    if local and isinstance(tokenizer, FastTokenizer):
+        tokenizer = StandIns(tokenizer)
     return Rendering(create_renderer(tokenizer, config), tokenizer, local=local, foreign=local and not thinking)
 
 
@@ -86,7 +93,9 @@ class Rendering:
 
     def __init__(self, renderer: Any, tokenizer: Any, *, local: bool, foreign: bool) -> None:
         """`foreign`: an assistant turn is rendered the same wherever it stands, so one may follow exact ids."""
-        self._renderer, self._tokenizer, self._local, self._foreign = renderer, tokenizer, local, foreign
+        self._renderer, self._tokenizer, self._foreign = renderer, tokenizer, foreign
+        self.lookback = TAIL if local else ALL
+        """So many ids of a prompt `extend` and `parse` look at, from its end; more may be given."""
         self.stop_ids: tuple[int, ...] = tuple(renderer.get_stop_token_ids())
         self.marks_calls = local
         """Tool calls and reasoning begin with tokens of their own: plain text is known while it is generated."""
@@ -94,8 +103,9 @@ class Rendering:
 
     def fresh(self, messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> list[int]:
         """The whole conversation, ready for the next assistant turn."""
-        rendered = self._renderer.render(wire_messages(messages), tools=wire_tools(tools), add_generation_prompt=True)
-        return list(rendered.token_ids)
+        wire, wired_tools = wire_messages(messages), wire_tools(tools)
+        with self._deferring() as filled:
+            return filled(self._renderer.render(wire, tools=wired_tools, add_generation_prompt=True).token_ids)
 
     def extend(
         self,
@@ -103,48 +113,53 @@ class Rendering:
         output: npt.NDArray[np.int32],
         messages: tuple[Message, ...],
         tools: tuple[Tool, ...],
+        before: int = 0,
     ) -> Extension | None:
-        """What `messages` add after a call whose exact ids are prompt + output; None if it can't be told."""
+        """What `messages` add after a call whose exact ids are `before` ids, prompt and output; None if it can't be
+        told."""
         if not messages:
             return None
         if any(m.role == "assistant" for m in messages):
-            return self._extend_foreign(prompt, output, messages) if self._foreign else None
-        tail = prompt[-TAIL:].tolist() if self._local else prompt.tolist()
-        before = tail + output.tolist()
-        bridged = self._renderer.bridge_to_next_turn(
-            tail, output.tolist(), wire_messages(messages), tools=wire_tools(tools)
-        )
-        if bridged is None:
-            return None
-        ids = list(bridged.token_ids)
-        shared = _common_prefix(before, ids)
-        if shared < len(tail):
-            return None
-        return Extension(len(prompt) - len(tail) + shared, ids[shared:])
+            start = before + len(prompt)
+            return self._extend_foreign(start, output, messages) if self._foreign else None
+        tail = prompt[-self.lookback :].tolist()
+        known = tail + output.tolist()
+        with self._deferring() as filled:
+            bridged = self._renderer.bridge_to_next_turn(
+                tail, output.tolist(), wire_messages(messages), tools=wire_tools(tools)
+            )
+            if bridged is None:
+                return None
+            ids = list(bridged.token_ids)
+            shared = _common_prefix(known, ids)
+            if shared < len(tail):
+                return None
+            return Extension(before + len(prompt) - len(tail) + shared, filled(ids[shared:]))
 
     def _extend_foreign(
-        self,
-        prompt: npt.NDArray[np.int32],
-        output: npt.NDArray[np.int32],
-        messages: tuple[Message, ...],
+        self, start: int, output: npt.NDArray[np.int32], messages: tuple[Message, ...]
     ) -> Extension | None:
         """Like `extend`, with assistant turns among the messages that the policy never generated in this form. They
         are rendered after a stand-in turn, whose ids are cut off again."""
         stand_in = (Message("user", "."), Message("assistant", "."))
         conversation = wire_messages(stand_in + messages)
-        rendered = self._renderer.render(conversation, tools=None, add_generation_prompt=True)
-        ids, owners = list(rendered.token_ids), rendered.message_indices
-        closing = [i for i, owner in enumerate(owners) if owner == 1 and ids[i] in self.stop_ids]
-        if not closing:
-            return None
-        extension = ids[closing[-1] + 1 :]
+        with self._deferring() as filled:
+            rendered = self._renderer.render(conversation, tools=None, add_generation_prompt=True)
+            ids, owners = list(rendered.token_ids), rendered.message_indices
+            closing = [i for i, owner in enumerate(owners) if owner == 1 and ids[i] in self.stop_ids]
+            if not closing:
+                return None
+            extension = filled(ids[closing[-1] + 1 :])
         if len(output) == 0 or int(output[-1]) not in self.stop_ids:
             extension = [ids[closing[-1]], *extension]
-        return Extension(len(prompt) + len(output), extension)
+        return Extension(start + len(output), extension)
+
+    def _deferring(self) -> contextlib.AbstractContextManager[Callable[[list[int]], list[int]]]:
+        return self._tokenizer.deferring() if isinstance(self._tokenizer, StandIns) else contextlib.nullcontext(list)
 
     def parse(self, output: npt.NDArray[np.int32], prompt: npt.NDArray[np.int32], tools: tuple[Tool, ...]) -> Parsed:
         """Generated ids to text, reasoning and tool calls, malformed calls included."""
-        tail = prompt[-TAIL:].tolist() if self._local else prompt.tolist()
+        tail = prompt[-self.lookback :].tolist()
         parsed = self._renderer.parse_response(output.tolist(), tools=wire_tools(tools), prompt_ids=tail)
         text, calls = parsed.content, []
         for call in parsed.tool_calls:

@@ -20,6 +20,7 @@ import uvicorn
 
 from services.proxy import rendering
 from services.proxy.app import ProxyApp
+from services.proxy.bodies import Bodies
 from services.proxy.calls import Calls
 from services.proxy.core import AbortCalls, ProxyCore
 from services.proxy.dialects.base import ApiError
@@ -59,7 +60,8 @@ async def serve(ctx: ServiceContext) -> None:
     limits = Limits(model.context, proxy.call_timeout_s, ctx.config.cells.handover_timeout_s)
     generating = Generating(core, renderer, prompts, engine, recorder, watch, limits)
     calls = Calls(core, prompts, plans, generating, recorder)
-    app = ProxyApp(core, calls, watch, ctx.bus.last_sequence, notices.refused, model.name)
+    bodies = Bodies()
+    app = ProxyApp(core, calls, bodies, watch, ctx.bus.last_sequence, notices.refused, model.name)
     listener = _Listener(app, ctx.run_dir / f"{ctx.actor}.sock", proxy.port)
 
     def observe(message: Stored) -> None:
@@ -70,6 +72,7 @@ async def serve(ctx: ServiceContext) -> None:
     async def perform(command: object) -> None:
         if isinstance(command, AbortCalls):
             calls.abort(command)
+            bodies.forget(command.execution)
 
     async def on_live() -> None:
         url, path = await listener.start()

@@ -6,12 +6,23 @@ call, and without importing torch into the proxy. It offers no character offsets
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
-from collections.abc import Sequence
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+
+# One text at a time: the library's own threads would only add hops between them.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+SHORT = 64
+"""Characters up to which a text's ids are remembered: a turn's scaffolding is the same few texts."""
+SHORT_KEPT = 4096
 
 
 class FastTokenizer:
@@ -27,13 +38,20 @@ class FastTokenizer:
         self.name_or_path = str(folder)
         self.unk_token_id: int | None = self._special(fields.get("unk_token"))
         self.eos_token_id: int | None = self._special(fields.get("eos_token"))
+        self._short = functools.lru_cache(SHORT_KEPT)(self._encode)
 
     def _special(self, token: Any) -> int | None:
         content = token.get("content") if isinstance(token, dict) else token
         return self._tokenizer.token_to_id(content) if content else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) <= SHORT:
+            return list(self._short(text, add_special_tokens))
+        return self._encode(text, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # The batch form leaves out character offsets.
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -45,6 +63,47 @@ class FastTokenizer:
             return [self.convert_tokens_to_ids(t) for t in tokens]
         found = self._tokenizer.token_to_id(tokens)
         return self.unk_token_id if found is None else found
+
+
+class StandIns:
+    """A FastTokenizer for a renderer that only passes encoded texts on: inside `deferring`, each long text gets
+    one negative id in place of its ids. A renderer keeps several lists with an entry per id, and
+    would take longer over them than the encoding takes."""
+
+    def __init__(self, tokenizer: FastTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._here = threading.local()  # renderings run in threads, too
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    @contextlib.contextmanager
+    def deferring(self) -> Iterator[Callable[[list[int]], list[int]]]:
+        """Gives what puts the texts' ids in."""
+        texts: list[list[int]] = []
+        self._here.texts = texts
+        try:
+            yield lambda ids: _filled(ids, texts)
+        finally:
+            self._here.texts = None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids = self._tokenizer.encode(text, add_special_tokens)
+        texts: list[list[int]] | None = getattr(self._here, "texts", None)
+        if texts is None or len(text) <= SHORT:
+            return ids
+        texts.append(ids)
+        return [-len(texts)]
+
+
+def _filled(ids: list[int], texts: list[list[int]]) -> list[int]:
+    out: list[int] = []
+    for token in ids:
+        if token < 0:
+            out += texts[-token - 1]
+        else:
+            out.append(token)
+    return out
 
 
 def load_tokenizer(model_path: str) -> Any:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.proxy_inside import SEEDS, damaged, fuzz, mutated
-from services.proxy.app import decode_json
+from services.proxy.bodies import decode_json
 from services.proxy.dialects import anthropic, openai_chat, openai_responses
 from services.proxy.dialects.base import ApiError, Request
 

@@ -42,7 +42,7 @@ async def test_an_oversized_prompt_is_recorded_in_parts_and_reads_as_one():
             diverged=False,
             dialect="",
         )
-        generation = Generation(ids, 9, ids=[7, 8], logprobs=[-1.0, -2.0], finish="stop")
+        generation = Generation((), 9, ids=[7, 8], logprobs=[-1.0, -2.0], finish="stop")
         await recorder.record(plan, generation, context=f"{number + 8:032x}", discarded=False, seconds=0.0)
     assert len(stream) == 6
     assert all(len(encode(event)) <= largest for event in stream)

@@ -14,6 +14,7 @@ import orjson
 
 from services.proxy.dialects.base import (
     ApiError,
+    Conversation,
     Message,
     Reply,
     Request,
@@ -35,6 +36,7 @@ from services.proxy.dialects.base import (
 )
 
 name = "anthropic"
+list_key = "messages"
 
 _ERROR_TYPES = {
     "unauthorized": "authentication_error",
@@ -47,22 +49,24 @@ _ERROR_TYPES = {
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def parse(body: Any, headers: Mapping[str, str], *, counting: bool = False) -> Request:
+def parse(
+    body: Any, headers: Mapping[str, str], known: Conversation | None = None, *, counting: bool = False
+) -> Request:
     body = as_object(body, "the request body")
     max_tokens = optional_count(body, "max_tokens")
     if max_tokens is None and not counting:
         raise bad_request("max_tokens: Field required")
     tools = _tools(body)
-    messages = []
     system = _text(body.get("system") or "", "system")
-    if system:
-        messages.append(Message("system", system))
-    for i, value in enumerate(as_list(body.get("messages"), "messages")):
-        messages += _messages(value, f"messages.{i}")
+    before = (Message("system", system),) if system else ()
+    conversation = known or Conversation()
+    for i, value in enumerate(as_list(body.get("messages"), "messages"), len(conversation.ends)):
+        conversation.add(_messages(value, f"messages.{i}"))
+    messages = check_conversation(before + conversation.ordered())
     return Request(
         dialect=name,
         model=as_text(body.get("model", ""), "model"),
-        messages=with_instruction(check_conversation(tuple(messages)), _wanted_format(body)),
+        messages=with_instruction(messages, _wanted_format(body)),
         tools=tools,
         stream=optional_flag(body, "stream"),
         max_tokens=max_tokens,

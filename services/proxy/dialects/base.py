@@ -7,7 +7,7 @@ ApiError; it never raises anything else for a body that is JSON. Tool arguments 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -120,11 +120,53 @@ class StreamWriter(Protocol):
         ...
 
 
+OPEN = -1
+"""In Conversation.ends: the message of this entry may go on in the next entry."""
+
+
+class Conversation:
+    """The list of a request's body as messages, of which a beginning may have been read before (bodies.py).
+
+    Invariant: however much was known, `messages`, `ends` and `ordered()` are what reading the whole list gives. ends[i]
+    is how many messages the entries 0..i make, or OPEN. `messages` is in the order of the wire."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.ends: list[int] = []
+        self._known = 0  # messages at the beginning that an earlier conversation had
+        self._ordered: tuple[Message, ...] = ()
+
+    def beginning(self, entries: int) -> Conversation:
+        """A new conversation that begins with the first `entries` entries of this one; their end must not be OPEN."""
+        new = Conversation()
+        new._known = self.ends[entries - 1] if entries else 0
+        new.messages, new.ends = self.messages[: new._known], self.ends[:entries]
+        new._ordered = self._ordered
+        return new
+
+    def add(self, messages: Iterable[Message], *, open_end: bool = False) -> None:
+        """What the next entry of the list adds."""
+        self.messages.extend(messages)
+        self.ends.append(OPEN if open_end else len(self.messages))
+
+    def ordered(self) -> tuple[Message, ...]:
+        """The messages with each run of tool results in the order of the calls that they answer."""
+        settled = self._known  # an assistant turn settles the order of everything before it
+        while settled and self.messages[settled - 1].role != "assistant":
+            settled -= 1
+        settled = max(0, settled - 1)
+        self._ordered = self._ordered[:settled] + _ordered_results(self.messages[settled:])
+        return self._ordered
+
+
 class Dialect(Protocol):
     name: str
+    list_key: str
+    """The field of a body that holds the conversation."""
 
-    def parse(self, body: Any, headers: Mapping[str, str]) -> Request:
-        """A decoded JSON body to a Request; raises ApiError."""
+    def parse(self, body: Any, headers: Mapping[str, str], known: Conversation | None = None) -> Request:
+        """A decoded JSON body to a Request; raises ApiError. With `known` the body's list holds only the entries that
+        come after those of `known`, which is filled with what they add."""
         ...
 
     def reply(self, request: Request, reply: Reply) -> bytes:
@@ -239,15 +281,14 @@ def format_instruction(value: Any, where: str) -> str:
 
 
 def check_conversation(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The conversation with each run of tool results in the order of the calls that they answer."""
     if not messages:
         raise bad_request("messages must not be empty")
     if all(m.role == "system" for m in messages):
         raise bad_request("messages must hold more than system text")
-    return _ordered_results(messages)
+    return messages
 
 
-def _ordered_results(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+def _ordered_results(messages: list[Message]) -> tuple[Message, ...]:
     out: list[Message] = []
     order: dict[str, int] = {}
     run = 0  # length of the run of tool results at the end of `out`

@@ -13,6 +13,7 @@ import orjson
 
 from services.proxy.dialects.base import (
     ApiError,
+    Conversation,
     Message,
     Reply,
     Request,
@@ -34,6 +35,7 @@ from services.proxy.dialects.base import (
 )
 
 name = "openai_chat"
+list_key = "messages"
 
 _ERROR_TYPES = {
     "unauthorized": ("invalid_request_error", "invalid_api_key"),
@@ -45,21 +47,23 @@ _ERROR_TYPES = {
 }
 
 
-def parse(body: Any, headers: Mapping[str, str]) -> Request:
+def parse(body: Any, headers: Mapping[str, str], known: Conversation | None = None) -> Request:
     body = as_object(body, "the request body")
     if body.get("n") not in (None, 1):
         raise bad_request("n must be 1: one call gives one choice")
-    messages = as_list(body.get("messages"), "messages")
+    entries = as_list(body.get("messages"), "messages")
     tools = _tools(body)
     options = body.get("stream_options")
     usage = optional_flag(as_object(options, "stream_options"), "include_usage") if options is not None else False
     wanted = format_instruction(body.get("response_format"), "response_format")
-    conversation = check_conversation(tuple(_message(m, f"messages[{i}]") for i, m in enumerate(messages)))
+    conversation = known or Conversation()
+    for i, entry in enumerate(entries, len(conversation.ends)):
+        conversation.add((_message(entry, f"messages[{i}]"),))
     limits = (optional_count(body, "max_completion_tokens"), optional_count(body, "max_tokens"))
     return Request(
         dialect=name,
         model=as_text(body.get("model", ""), "model"),
-        messages=with_instruction(conversation, wanted),
+        messages=with_instruction(check_conversation(conversation.ordered()), wanted),
         tools=tools,
         stream=optional_flag(body, "stream"),
         include_usage=usage,

@@ -15,6 +15,7 @@ import orjson
 from services.proxy.dialects import openai_chat
 from services.proxy.dialects.base import (
     ApiError,
+    Conversation,
     Message,
     Reply,
     Request,
@@ -36,6 +37,7 @@ from services.proxy.dialects.base import (
 from services.proxy.dialects.responses_stream import Stream, answer
 
 name = "openai_responses"
+list_key = "input"
 errors_in_stream = ("context_too_long",)
 """Kinds of errors that this API tells inside a stream, where harnesses look for them."""
 
@@ -47,14 +49,14 @@ _TEXT_INPUT: dict[str, Any] = {
 }
 
 
-def parse(body: Any, headers: Mapping[str, str]) -> Request:
+def parse(body: Any, headers: Mapping[str, str], known: Conversation | None = None) -> Request:
     body = as_object(body, "the request body")
     for key in ("previous_response_id", "conversation"):
         if body.get(key) is not None:
             raise bad_request(f"{key}: this server keeps no responses; send the whole conversation as input")
     tools, kinds = _tools(body)
     text = as_object(body.get("text") or {}, "text")
-    messages = check_conversation(tuple(_input(body.get("input"))))
+    messages = check_conversation(_input(body.get("input"), known or Conversation()))
     instructions = body.get("instructions")
     if instructions:
         messages = (Message("system", as_text(instructions, "instructions")), *messages)
@@ -76,20 +78,22 @@ def parse(body: Any, headers: Mapping[str, str]) -> Request:
 # ----------------------------------------------------------------------------------------------------------- input
 
 
-def _input(value: Any) -> list[Message]:
+def _input(value: Any, conversation: Conversation) -> tuple[Message, ...]:
     if isinstance(value, str):
-        return [Message("user", value)]
-    turn = _Turns()
-    for i, item in enumerate(as_list(value, "input")):
+        return (Message("user", value),)
+    turn = _Turns(conversation)
+    for i, item in enumerate(as_list(value, "input"), len(conversation.ends)):
         _item(turn, as_object(item, f"input[{i}]"), f"input[{i}]")
+        turn.entry_ends()
     return turn.done()
 
 
 class _Turns:
     """Items in order; those that one turn of the policy consists of become one message again."""
 
-    def __init__(self) -> None:
-        self._messages: list[Message] = []
+    def __init__(self, conversation: Conversation) -> None:
+        self._conversation = conversation
+        self._messages: list[Message] = []  # whole ones of the entry at hand
         self._text: str | None = None
         self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
@@ -111,9 +115,15 @@ class _Turns:
     def call(self, call: ToolCall) -> None:
         self._calls.append(call)
 
-    def done(self) -> list[Message]:
+    def entry_ends(self) -> None:
+        begun = self._text is not None or bool(self._reasoning) or bool(self._calls)
+        self._conversation.add(self._messages, open_end=begun)
+        self._messages = []
+
+    def done(self) -> tuple[Message, ...]:
         self._close()
-        return self._messages
+        self._conversation.messages.extend(self._messages)
+        return self._conversation.ordered()
 
     def _close(self) -> None:
         if self._text is not None or self._calls:
