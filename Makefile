@@ -4,7 +4,7 @@ VENV ?= .venv
 GYRE := $(VENV)/bin/gyre
 PY := $(VENV)/bin/python
 
-.PHONY: setup demo test harnesses lint format tasks clean
+.PHONY: setup demo test chaos harnesses lint format tasks clean
 
 setup:
 	@./deploy/setup.sh
@@ -26,6 +26,10 @@ harnesses: setup
 # Everything, with the tests that take minutes or want a quiet machine (hand-over between engines, real harnesses).
 test-all: tasks
 	@$(PY) -m pytest -m "slow or not slow" $(ARGS)
+
+# The fault matrix: every part lost at every step of a hand-over and of a join (hours on two cores; ARGS="--only cut").
+chaos: tasks
+	@$(PY) -m tests.faults.chaos $(ARGS)
 
 lint: setup
 	@$(VENV)/bin/ruff check .

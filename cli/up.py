@@ -116,12 +116,14 @@ async def _drive(local: LocalRun, options: Options, console: Console) -> int:
                 await asyncio.sleep(0.3)
                 display.refresh()
     finally:
-        if interrupted.is_set():
+        if interrupted.is_set() and not local.server_gone:
             await local.bus.publish(StopRequested(reason="interrupted"))
-        if local.failed:
+        if local.failed and not local.server_gone:
             await local.bus.publish(RunPhaseChanged(phase="failed", reason=local.failed))
         await local.stop_services()
         reader.cancel()
+    if local.server_gone:
+        raise RunFailed(f"{local.failed}\nThe stream is whole on disk: gyre up --resume {local.run}")
     view = await view_of(local.bus)  # again from the whole stream, with what the services said while they stopped
     summary = summarize(view, wall_s=time.monotonic() - started, peak_rss_bytes=local.peak_rss)
     files = write_all(view, summary, local.folder)

@@ -25,11 +25,12 @@ import psutil
 from shared.bus import Bus
 from shared.config import RunConfig
 from shared.events import ServiceDied
-from shared.nats_server import NatsServer, start_server
+from shared.nats_server import NatsServer, NatsServerFailed, start_server
 
 RESTARTS = 5  # a service that dies more often than this ...
 WINDOW_S = 180.0  # ... within this time is given up, and the run with it
 STOP_S = 12.0  # twice: for all but the cell agents, then for these
+WATCH_S = 0.25
 AGENT = "cell-agent"
 _PR_SET_PDEATHSIG = 1
 
@@ -81,6 +82,7 @@ class LocalRun:
         self.peak_rss = 0
         self.failed: str | None = None
         self.stopping = False
+        self.server_gone = False  # for good: nothing can be published or read
         self.server: NatsServer | None = None
         self.bus: Bus | None = None
         self._lock: IO[str] | None = None
@@ -118,7 +120,13 @@ class LocalRun:
     def start_services(self) -> None:
         for service in self.services.values():
             self._start(service)
-        self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._measure())]
+        watches = [(s.name, self._watch(s)) for s in self.services.values()]
+        if self.server is not None:
+            watches.append(("nats-server", self._watch_server()))
+        self._tasks = [asyncio.create_task(watch, name=f"the watch over {name}") for name, watch in watches]
+        for task in self._tasks:
+            task.add_done_callback(self._watch_ended)
+        self._tasks.append(asyncio.create_task(self._measure()))
 
     def _start(self, service: Service) -> None:
         env = os.environ | {"OMP_NUM_THREADS": str(self.config.cells.threads), "PYTHONUNBUFFERED": "1"}
@@ -133,17 +141,24 @@ class LocalRun:
                 preexec_fn=_die_with_parent,
             )
 
-    async def _watch(self) -> None:
-        """Restart what dies; give the run up when one service keeps dying."""
-        assert self.bus is not None
-        while not self.stopping:
-            await asyncio.sleep(0.25)
-            if self.server is not None and self.server.process.poll() is not None:
-                self.server = start_server(self.folder / "nats", port=self.server.port)
-            for service in self.services.values():
-                if self.stopping or service.process is None or service.process.poll() is None:
-                    continue
-                await self._on_death(service, service.process.returncode)
+    async def _watch_server(self) -> None:
+        """Start nats-server again if it dies. Nothing here may wait for the bus, which waits for the server."""
+        assert self.server is not None
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if self.server.process.poll() is not None:
+                try:
+                    self.server = start_server(self.folder / "nats", port=self.server.port)
+                except NatsServerFailed as error:
+                    self.server_gone, self.failed = True, f"nats-server died and cannot be started again: {error}"
+                    return
+
+    async def _watch(self, service: Service) -> None:
+        """Start the service again when it dies; give the run up when it keeps dying."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if service.process is not None and (code := service.process.poll()) is not None:
+                await self._on_death(service, code)
 
     async def _on_death(self, service: Service, code: int) -> None:
         assert self.bus is not None
@@ -159,8 +174,12 @@ class LocalRun:
             self.failed = f"{service.name} died {len(service.deaths)} times in {WINDOW_S:.0f} s. Its log ends:\n{tail}"
             return
         await asyncio.sleep(min(0.5 * 2 ** (len(service.deaths) - 1), 8.0))
-        if not self.stopping:
-            self._start(service)
+        self._start(service)
+
+    def _watch_ended(self, task: asyncio.Task[None]) -> None:
+        """A watch ends by being cancelled; if it ends otherwise the run has no supervision any more."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.failed = self.failed or f"{task.get_name()} failed: {error}"
 
     async def _measure(self) -> None:
         """Peak of the summed resident memory of all processes of the run (shared pages count once per process)."""

@@ -74,7 +74,7 @@ class Life:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._claims: Claims | None = None
         self._draining: asyncio.Task[Any] | None = None
-        self._reducing = False
+        self._reducing: tuple[int, int] | None = None
         self._worth_waiting = False  # a commit or an export is under way
         self._void: set[tuple[int, int]] = set()
 
@@ -108,7 +108,7 @@ class Life:
             case do.Settle():
                 self._start(self._settle(command))
             case do.Abandon():
-                self._void.add((command.batch, command.attempt))
+                self._give_up(command.batch, command.attempt, "its batch was opened again, or the cell leaves it")
                 self._start(self._give_back())
             case do.LostMember():
                 self._lost_member(command)
@@ -195,7 +195,7 @@ class Life:
         outcome = await asyncio.shield(handle.exited)
         if not outcome.asked:
             part = self._other_part
-            self._fail(part, f"the {part} of cell {self.cell} died with exit codes {outcome.returncodes}")
+            self._fail(part, f"the {part} of cell {self.cell} {outcome.how}")
 
     async def _bring_up(self, command: do.BringUp) -> None:
         handle = await launch(
@@ -385,17 +385,23 @@ class Life:
             self._fail("trainer", f"its gradients hold micro-steps of batch {command.batch} that others trained, too")
             return {}
         await self.workers.drain()
-        self._reducing = True
+        if (command.batch, command.attempt) in self._void:
+            return {}
+        self._reducing = (command.batch, command.attempt)
         size = len(command.cells)
         metrics = await self.workers.reduce(command.group, command.rank, size, command.store)
-        self._reducing = False
+        self._reducing = None
         return metrics | {"cells": float(size)}
 
     def _lost_member(self, command: do.LostMember) -> None:
-        """Before the sum: it will not be made. In it: our gradients may be half a sum. After it: nothing is lost."""
-        self._void.add((command.batch, command.attempt))
-        if self._reducing:
-            self._fail("trainer", f"cell {command.cell} was lost while gradients were summed with it")
+        self._give_up(command.batch, command.attempt, f"cell {command.cell} was lost")
+
+    def _give_up(self, batch: int, attempt: int, why: str) -> None:
+        """The attempt is void. Before its sum: it will not be made. In it: our gradients may be half a sum, and the
+        workers wait for a member that never comes. After it: nothing is lost."""
+        self._void.add((batch, attempt))
+        if self._reducing == (batch, attempt):
+            self._fail("trainer", f"{why} while gradients of batch {batch} were summed")
 
     async def _commit(self, command: do.Commit) -> None:
         started = time.monotonic()

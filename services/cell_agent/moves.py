@@ -33,7 +33,9 @@ class Moves(msgspec.Struct):
     leases: dict[str, Held] = {}  # rid -> lease
 
     def moved(self, cell: int, event: ev.ExecutionMoved) -> None:
-        if event.from_cell == cell or event.execution in self.routes:
+        if event.to_cell == cell:  # back, or here again after this cell was lost
+            self.routes.pop(event.execution, None)
+        elif event.from_cell == cell or event.execution in self.routes:
             self.routes[event.execution] = event.to_cell
 
     def cut(self, event: ev.CallCut, now: float) -> Iterator[Effect]:

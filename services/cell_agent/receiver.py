@@ -23,7 +23,7 @@ import msgspec
 import torch
 
 from services.cell_agent.trainer import engine_push, protocol
-from services.cell_agent.trainer.child import connect, die_with_parent, parser, read_frame, write_frame
+from services.cell_agent.trainer.child import connect, die_with_parent, parser, read_frame, show_life, write_frame
 from services.cell_agent.transfer.mooncake import TransferError, TransferSession
 from services.cell_agent.transfer.weights import SnapshotError, Snapshots
 from shared.config import RunConfig
@@ -82,6 +82,7 @@ def main() -> None:
         write_frame(agent, protocol.Failed(id=0, reason=f"{type(error).__name__}: {error}"))
         raise
     write_frame(agent, protocol.Hello(id=0, pid=os.getpid(), world_size=1))
+    show_life(agent)
     receiver.run(agent)
     sys.stdout.flush()
     os._exit(0)  # orderly teardown of Transfer Engine threads has nothing left to protect

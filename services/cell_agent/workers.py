@@ -19,6 +19,8 @@ log = logging.getLogger("gyre.cell")
 
 PEER_TRIES = 5
 PEER_PAUSE_S = 1.0
+PULL_S = 60.0  # a pull that takes longer than this ...
+PULL_BYTES_PER_S = 50e6  # ... and than this slow a link would take is held up by a peer that hangs
 
 
 class WrongReply(RuntimeError):
@@ -77,11 +79,18 @@ class Workers:
             version=weights.version,
             load=load,
         )
+        limit_s = PULL_S + weights.nbytes / PULL_BYTES_PER_S
         for left in range(PEER_TRIES, 0, -1):
             if not valid(weights):
                 break
             try:
-                await self._done(command)
+                async with asyncio.timeout(limit_s):
+                    await self._done(command)
+            except TimeoutError as error:
+                text = (
+                    f"the pull of version {weights.version} from {weights.session} did not end within {limit_s:.0f} s"
+                )
+                raise TrainerFailed(f"{text}: that process hangs, or the network does", fatal=True) from error
             except TrainerFailed as error:
                 if error.fatal or (left == 1 and valid(weights)):
                     raise

@@ -10,7 +10,7 @@ from services.cell_agent import commands as do
 from services.cell_agent.core import CellCore
 from services.cell_agent.moves import answer
 from shared import events as ev
-from shared.actor import Do, Publish
+from shared.actor import Do, Publish, Wake
 from shared.ids import call_id, request_id
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class RealAgent:
     def reset(self) -> None:
         self.engine = False
         self.claiming = None
+        self.reducing: tuple[int, int] | None = None
         self.void: set[tuple[int, int]] = set()
         for micro_step, holder in self.world.claims.items():
             if holder and holder[0] == self.index:
@@ -83,6 +84,9 @@ class RealAgent:
                     self.world.publish(effect.event)
                 else:
                     self.owed.append(effect.event)
+            elif isinstance(effect, Wake):
+                fired = ev.TimerFired(service="cell_agent", key=effect.key)
+                self.world.at(effect.at - self.world.now, lambda fired=fired: self.world.publish(fired))
             elif isinstance(effect, Do) and self.incarnation:
                 command: Any = effect.command
                 if command.incarnation == self.incarnation:
@@ -119,13 +123,16 @@ class RealAgent:
 
     def _drain(self, c: do.Drain) -> None:
         for number, (execution, target) in enumerate(self.core.state.moves.routes.items()):
-            self._cut(c.order, execution, target, "lease" if number % 2 else "")
+            self._cut(c.order, execution, target, leased=number % 2 == 0)
         self.later(self.world.plan.switch_s, lambda: self.tell(ev.CellDrained, order=c.order, seconds=0.0))
 
-    def _cut(self, order: int, execution: str, target: int, lease: str) -> None:
+    def _cut(self, order: int, execution: str, target: int, leased: bool) -> None:
         """Every execution that was moved has one live call here."""
         call = call_id(execution, 1, order)
-        named = {"rid": request_id(call, self.lives), "call": call, "execution": execution, "lease": lease}
+        self.world.cuts += 1
+        rid = request_id(call, self.world.cuts)
+        lease = f"{rid}-{self.incarnation}" if leased else ""
+        named = {"rid": rid, "call": call, "execution": execution, "lease": lease}
         cells = {"from_cell": self.index, "to_cell": target, "incarnation": self.incarnation}
         self.world.publish(ev.CallCut(**named, **cells, order=order, hold_s=15.0))
 
@@ -179,12 +186,13 @@ class RealAgent:
             engine, incarnation = self.engine, self.incarnation
             self.reset()
             self.engine, self.incarnation = engine, incarnation
+        self._void(c.batch, c.attempt)
 
     def _reduce(self, c: do.Reduce) -> None:
-        self.claiming = None
+        self.claiming, self.reducing = None, (c.batch, c.attempt)
 
     def _commit(self, c: do.Commit) -> None:
-        self.claiming = None
+        self.claiming, self.reducing = None, (c.batch, c.attempt)
         members = {k: self.world.agents[k].incarnation for k in c.cells}
         self.later(self.world.plan.switch_s, lambda: self._step(c, members))
 
@@ -202,9 +210,12 @@ class RealAgent:
         w.publish(ev.BatchCommitted(**fields, micro_steps=c.micro_steps, checkpoint="", seconds=0.0, metrics={}))
 
     def _lostmember(self, c: do.LostMember) -> None:
+        self._void(c.batch, c.attempt)
+
+    def _void(self, batch: int, attempt: int) -> None:
         """Before the sum it is not made; in the sum the cell fails."""
-        self.void.add((c.batch, c.attempt))
-        if self.world.rng.random() < 0.5:
+        self.void.add((batch, attempt))
+        if self.reducing == (batch, attempt) and self.world.rng.random() < 0.5:
             self.die(True)
 
     def _settle(self, c: do.Settle) -> None:

@@ -61,6 +61,7 @@ class Plan:
     stops: int = 0
     failures: float = 0.1  # share of executions that never start, are excluded, or have no advantage
     real_agents: bool = False  # the cell agent's own core instead of the scripted one
+    losses: tuple[tuple[int, str], ...] = ()  # when the log has so many events, who is lost: see World.lose
     max_events: int = 400_000
 
     @property
@@ -86,8 +87,10 @@ class World:
         self.ticket = 0
         self.phase = ""
         self.stopped = False
+        self.away: deque[tuple[ev.Event, float]] | None = None  # what the dead scheduler has not seen
         self.committed = 0
         self.deaths = 0
+        self.cuts = 0
         self.routes: dict[str, int] = {}
         self.dispatch: dict[str, ev.ExecutionDispatched] = {}
         self.assessed: dict[str, int] = {}
@@ -132,8 +135,34 @@ class World:
 
     def _deliver(self, event: ev.Event) -> None:
         self.log.append((event, self.now))
+        for count, party in self.plan.losses:
+            if count == len(self.log):
+                self.lose(party)
+        if self.away is None:
+            self._decide(event, self.now)
+        else:
+            self.away.append((event, self.now))
+        self._react(event)
+
+    def lose(self, party: str) -> None:
+        """`scheduler`, `agent-K` (the process) or `part-K` (its engine or trainer), before it reacts to the event that
+        was stored last. The scheduler sees what it missed, as of when it was stored, once it is back."""
+        kind, _, cell = party.partition("-")
+        if kind == "scheduler":
+            if self.away is None:
+                self.away = deque()
+                self.after(3.0, self._scheduler_is_back)
+        elif self.agents[int(cell)].incarnation:
+            self.agents[int(cell)].die(kind == "part")
+
+    def _scheduler_is_back(self) -> None:
+        missed, self.away = self.away or deque(), None
+        for event, at in missed:
+            self._decide(event, at)
+
+    def _decide(self, event: ev.Event, now: float) -> None:
         self.checks.see(event)
-        effects = self.core.handle(event, self.now)
+        effects = self.core.handle(event, now)
         self.checks.decided(effects)
         self.effects.append(encode_effects(effects))
         for effect in effects:
@@ -142,7 +171,6 @@ class World:
             elif isinstance(effect, Wake):
                 fired = ev.TimerFired(service="scheduler", key=effect.key)
                 self.at(max(0.0, effect.at - self.now), lambda fired=fired: self.publish(fired))
-        self._react(event)
 
     def _react(self, event: Any) -> None:
         react = getattr(self, "_on_" + ev.NAME_OF[type(event)], None)

@@ -19,6 +19,8 @@ import msgspec
 from services.cell_agent.trainer import protocol
 
 PR_SET_PDEATHSIG = 1
+ALIVE_EVERY_S = 2.0
+_sending = threading.Lock()  # whole frames; a process has one connection
 
 
 def die_with_parent() -> None:
@@ -59,7 +61,23 @@ def connect(path: str) -> socket.socket:
 
 def write_frame(connection: socket.socket, message: protocol.Reply) -> None:
     data = msgspec.msgpack.encode(message)
-    connection.sendall(len(data).to_bytes(4, "little") + data)
+    with _sending:
+        connection.sendall(len(data).to_bytes(4, "little") + data)
+
+
+def show_life(connection: socket.socket) -> None:
+    """From now on (the agent expects Hello first) tell it every few seconds that this process runs: one that is
+    stopped, or whose machine hangs, closes no connection."""
+
+    def beat() -> None:
+        while True:
+            time.sleep(ALIVE_EVERY_S)
+            try:
+                write_frame(connection, protocol.Alive(id=0))
+            except OSError:
+                return  # the agent has gone
+
+    threading.Thread(target=beat, name="sign-of-life", daemon=True).start()
 
 
 def read_frame(connection: socket.socket) -> bytes | None:

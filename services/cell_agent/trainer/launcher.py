@@ -36,6 +36,8 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 MAX_FRAME = 1 << 30
 WORKER = "services.cell_agent.trainer.worker"
 RECEIVER = "services.cell_agent.receiver"
+LISTEN_S = 5.0
+SILENT_TIMES = 6  # in a row: counted, not timed, so that an agent that was stopped itself blames nobody
 
 
 class TrainerError(Exception):
@@ -67,6 +69,13 @@ class TrainerExit:
     asked: bool
     returncodes: tuple[int | None, ...]
     log_tail: str
+    silent: bool = False  # killed because nothing was heard of them any more
+
+    @property
+    def how(self) -> str:
+        if self.silent:
+            return f"gave no sign of life for {LISTEN_S * SILENT_TIMES:.0f} s (stopped, or hung) and were killed"
+        return f"died with exit codes {self.returncodes}"
 
 
 class TrainerHandle:
@@ -91,6 +100,9 @@ class TrainerHandle:
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[protocol.Reply]] = {}
         self._closing = False
+        self._heard = True
+        self._silent = False
+        self._listen = asyncio.create_task(self._watch_silence(), name=f"trainer-{cell}-silence")
         self._watch = asyncio.create_task(self._watch_processes(), name=f"trainer-{cell}-watch")
         self._read = asyncio.create_task(self._read_replies(), name=f"trainer-{cell}-read")
 
@@ -128,11 +140,22 @@ class TrainerHandle:
         except TimeoutError:
             await _kill(self._processes)
         outcome = await self.exited
+        self._listen.cancel()
         self._read.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._read
         self._writer.close()
         return outcome
+
+    async def _watch_silence(self) -> None:
+        """Kill workers whose control rank is not heard of any more; `_watch_processes` tells the rest."""
+        silent = 0
+        while silent < SILENT_TIMES:
+            self._heard = False
+            await asyncio.sleep(LISTEN_S)
+            silent = 0 if self._heard else silent + 1
+        self._silent = True
+        await _kill(self._processes)
 
     async def _watch_processes(self) -> None:
         waits = [asyncio.create_task(p.wait()) for p in self._processes]
@@ -142,10 +165,11 @@ class TrainerHandle:
             await _kill(self._processes)
         await asyncio.gather(*waits)
         codes = tuple(p.returncode for p in self._processes)
-        outcome = TrainerExit(asked=self._closing, returncodes=codes, log_tail=log_tail(self.log_path))
+        self._listen.cancel()
+        outcome = TrainerExit(self._closing, codes, log_tail(self.log_path), self._silent)
         await asyncio.wait([self._read], timeout=1.0)  # replies that were on their way still count
         error = TrainerDied(
-            f"trainer of cell {self.cell} ended (exit codes {codes}); end of its log:\n{outcome.log_tail}"
+            f"the workers of cell {self.cell} {outcome.how}; end of their log:\n{outcome.log_tail}"
         )
         for future in self._waiting.values():
             if not future.done():
@@ -157,6 +181,7 @@ class TrainerHandle:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):  # death is the watcher's business
             while True:
                 reply = await read_frame(self._reader, protocol.Reply)
+                self._heard = True
                 future = self._waiting.get(reply.id)
                 if future is not None and not future.done():
                     future.set_result(reply)

@@ -3,7 +3,8 @@
 One socket, between the agent and the cell's control rank (rank 0 of the cell's world), which forwards to the other
 ranks over the cell's own CPU process group. Frames: 4-byte little-endian length, then MessagePack of one tagged
 struct. The agent sends commands, one at a time except for Train (which may be queued ahead); each command has exactly
-one reply with the same `id`. A worker that fails answers Failed and exits: its cell is started again.
+one reply with the same `id`. A worker that fails answers Failed and exits: its cell is started again. In between the
+control rank says every few seconds that it is Alive; workers that fall silent are killed.
 """
 
 from __future__ import annotations
@@ -140,6 +141,10 @@ class Published(Message, frozen=True, kw_only=True, tag="published"):
     digest: str
 
 
+class Alive(Message, frozen=True, kw_only=True, tag="alive"):
+    """Nobody's reply (id 0): the control rank's process runs, whatever it is busy with."""
+
+
 class Failed(Message, frozen=True, kw_only=True, tag="failed"):
     """The command was not carried out. `fatal`: the worker exits; otherwise nothing changed and it goes on (Pull and
     Refit that failed for an outside reason)."""
@@ -149,4 +154,4 @@ class Failed(Message, frozen=True, kw_only=True, tag="failed"):
 
 
 Command = Load | Pull | BeginBatch | Train | EndBatch | Reduce | Step | Publish | Save | Export | Refit | Exit
-Reply = Hello | Done | Trained | Published | Failed
+Reply = Hello | Done | Trained | Published | Alive | Failed

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from services.cell_agent.trainer import protocol
-from services.cell_agent.trainer.child import connect, read_frame, write_frame
+from services.cell_agent.trainer.child import connect, read_frame, show_life, write_frame
 from services.cell_agent.trainer.parallel import Parallel
 
 DRAIN = protocol.EndBatch(id=0)  # nobody's command: the pipeline runs dry because nothing follows for now
@@ -54,6 +54,11 @@ class Relay:
         """Control rank only: send a reply to the agent."""
         if self._parallel.is_control:
             write_frame(self._socket, message)
+
+    def live(self) -> None:
+        """Control rank only: from now on the agent hears of this process."""
+        if self._parallel.is_control:
+            show_life(self._socket)
 
     def _spread(self, data: bytes) -> bytes:
         size = torch.tensor(len(data))

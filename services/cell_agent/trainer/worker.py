@@ -161,6 +161,7 @@ def main() -> None:
         relay.reply(protocol.Failed(id=0, reason=f"{type(error).__name__}: {error}"))
         raise
     relay.reply(protocol.Hello(id=0, pid=os.getpid(), world_size=parallel.world, store=address))
+    relay.live()
     worker.run()
     del store
     sys.stdout.flush()

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.cell_agent.trainer import protocol
+from services.cell_agent.trainer import child, launcher, protocol
 from services.cell_agent.trainer.launcher import TrainerDied, TrainerStartError
 from shared.config import CellsConfig
 from tests.cell_agent.trainer import cells
@@ -62,6 +62,20 @@ async def test_a_killed_worker_fails_the_waiting_calls_with_the_log(tmp_path: Pa
         assert ended.returncodes == (-9,)
         assert not ended.asked
         assert (await handle.close()) is ended
+
+
+async def test_a_stopped_worker_is_noticed_killed_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "LISTEN_S", child.ALIVE_EVERY_S + 0.5)
+    monkeypatch.setattr(launcher, "SILENT_TIMES", 2)
+    config = run_config(write_model(tmp_path / "model"))
+    async with cells.cell(config, tmp_path) as handle:
+        await cells.load(handle, config)
+        await asyncio.sleep(3 * launcher.LISTEN_S)
+        assert not handle.exited.done(), "an idle worker is heard of"
+        os.kill(handle.pids[0], signal.SIGSTOP)
+        with pytest.raises(TrainerDied, match="no sign of life for 5 s"):
+            await asyncio.wait_for(handle.call(protocol.EndBatch(id=0)), 10)
+        assert (await handle.exited).silent
 
 
 async def test_workers_do_not_outlive_a_killed_agent(tmp_path: Path) -> None:
