@@ -140,6 +140,10 @@ class CellsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """What a cell that leaves rollout does with its live model calls: live = they are cut at once and go on at another
     cell, with their KV pages (the harness notices nothing); recompute = the same without pages, each prefix is computed
     again there; drain = the cell waits until they have ended."""
+    kv_stale: Literal["drop", "keep"] = "drop"
+    """What live model calls do when their engine takes new weights: drop = their KV is computed again under the new
+    weights before they go on; keep = they stop for the update only and go on with the KV that older weights computed,
+    and may take it to another cell. New calls never use KV of older weights in either."""
     handover_timeout_s: float = 5.0
     """A moved call waits so long for its KV pages at the other cell; then its prefix is computed again there."""
     handover_hold_s: float = 15.0

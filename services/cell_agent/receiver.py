@@ -36,8 +36,8 @@ class NotForReceivers(Exception):
 
 
 class Receiver:
-    def __init__(self, session: TransferSession, on_cpu: bool) -> None:
-        self._snapshots, self._on_cpu = Snapshots(session), on_cpu
+    def __init__(self, session: TransferSession, on_cpu: bool, kv_stale: str) -> None:
+        self._snapshots, self._on_cpu, self._kv_stale = Snapshots(session), on_cpu, kv_stale
 
     def run(self, agent: socket.socket) -> None:
         """Commands from the agent until Exit, or until it is gone."""
@@ -64,7 +64,8 @@ class Receiver:
                 )
                 return {"pull_s": time.perf_counter() - started}
             case protocol.Refit():
-                return engine_push.refit(command.engine_url, self._snapshots.get(command.version), self._on_cpu)
+                snapshot = self._snapshots.get(command.version)
+                return engine_push.refit(command.engine_url, snapshot, self._on_cpu, self._kv_stale)
         raise NotForReceivers(f"{type(command).__name__} was sent to an engine that does not train")
 
 
@@ -77,13 +78,13 @@ def main() -> None:
     torch.set_num_threads(config.cells.threads)
     agent = connect(arguments.socket)
     try:
-        receiver = Receiver(TransferSession(arguments.host, arguments.transfer), arguments.device == "cpu")
+        session = TransferSession(arguments.host, arguments.transfer)
     except TransferError as error:
         write_frame(agent, protocol.Failed(id=0, reason=f"{type(error).__name__}: {error}"))
         raise
     write_frame(agent, protocol.Hello(id=0, pid=os.getpid(), world_size=1))
     show_life(agent)
-    receiver.run(agent)
+    Receiver(session, arguments.device == "cpu", config.cells.kv_stale).run(agent)
     sys.stdout.flush()
     os._exit(0)  # orderly teardown of Transfer Engine threads has nothing left to protect
 

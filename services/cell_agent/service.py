@@ -40,8 +40,9 @@ class CellAgent:
         self.ctx, self.core = ctx, core
         self.life: Life | None = None
         cells = ctx.config.cells
-        with_pages = cells.handover == "live" and cells.engine_page >= LEAST_PAGE
-        self.secret = run_secret(ctx.run_dir) if with_pages else ""
+        self._with_pages = cells.handover == "live" and cells.engine_page >= LEAST_PAGE
+        # Also for `keep`: the plugin that moves pages is the one that keeps new calls off those of older weights.
+        self.secret = run_secret(ctx.run_dir) if self._with_pages or cells.kv_stale == "keep" else ""
         self._kv: KvClient | None = None
         self._traces: dict[str, dict[str, str]] = {}  # request id -> headers of the last word on its move
 
@@ -59,7 +60,7 @@ class CellAgent:
         """Lives until cancelled; raises CellLost, or a fault of ours."""
         engine: Engine | None = None
         failed_starts = 0
-        if self.secret:
+        if self._with_pages:
             self._kv = KvClient(self.secret)
         try:
             while True:

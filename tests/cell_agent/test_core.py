@@ -3,11 +3,12 @@
 import random
 
 import msgspec
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.cell_agent import commands as do
-from services.cell_agent.core import CellCore, State
+from services.cell_agent.core import CellCore, NeverTrains, State
 from services.cell_agent.roles import Role
 from shared import events as ev
 from shared.actor import Do, Publish
@@ -48,6 +49,22 @@ def joined(cell: int, batch: int = 1, attempt: int = 1) -> ev.CellJoinedBatch:
     return ev.CellJoinedBatch(
         cell=cell, incarnation=f"c{cell}", batch=batch, attempt=attempt, version=0, pull_seconds=0.0
     )
+
+
+def test_a_standalone_engine_serves_without_a_trainer_takes_weights_and_is_never_ordered_to_train() -> None:
+    core = CellCore(2, trains=False)
+    told = [started(0), trainer_ready(0), started(2)]
+    commands, _ = played(core, *told)
+    assert [type(c) for c in commands] == [do.BringUp, do.Admit]
+    commands, events = played(core, engine_ready(2))
+    assert [(e.role, e.previous) for e in events if isinstance(e, ev.CellRoleChanged)] == [("rollout", "offline")]
+    committed = ev.BatchCommitted(
+        batch=1, attempt=1, version=1, cells=(0,), micro_steps=(), checkpoint="c", seconds=0.0, metrics={}
+    )
+    commands, _ = played(core, opened(), weights_of(1, "c0"), committed, ev.RefitOrdered(cell=2, version=1))
+    assert commands == [do.Refit(incarnation="c2", weights=weights_of(1, "c0"))]
+    with pytest.raises(NeverTrains, match="standalone"):
+        core.handle(ordered(2, 1, "training"), 200.0)
 
 
 def trained(cell: int, micro_step: str, incarnation: str = "") -> ev.MicroStepTrained:

@@ -66,7 +66,7 @@ class EngineSpec:
     extra_args: tuple[str, ...] = ()
     start_timeout_s: float = 300.0
     host: str = "127.0.0.1"
-    kv_secret: str = ""  # of the run; empty = the engine hands no KV pages over
+    kv_secret: str = ""  # of the run; empty = the engine hands no KV pages over, and cannot keep older ones
     kv_stale: str = "drop"  # what becomes of KV that older weights computed: engine/kv/versions.py
 
 
@@ -88,6 +88,7 @@ def spec_of(config: RunConfig, cell: int, device: str, kv_secret: str = "") -> E
         extra_args=cells.engine_args,
         start_timeout_s=cells.start_timeout_s,
         kv_secret=kv_secret,
+        kv_stale=cells.kv_stale,
     )
 
 
@@ -128,6 +129,9 @@ def server_arguments(spec: EngineSpec, port: int, group_port: int) -> list[str]:
     if spec.device == "cpu":
         values["attention-backend"] = "torch_native"
         flags += ["disable-overlap-schedule", "sleep-on-idle"]  # an idle engine would burn a whole core
+    elif spec.kv_stale == "keep":
+        # A pause in place leaves the overlapped pass unread; its tokens would be told to be of the weights after it.
+        flags.append("disable-overlap-schedule")
     arguments = [part for key, value in values.items() for part in (f"--{key}", str(value))]
     return [*arguments, *(f"--{flag}" for flag in flags), *spec.extra_args]
 

@@ -169,7 +169,8 @@ class CellTrainer:
     def refit(self, engine_url: str, version: int) -> dict[str, float]:
         if self.snapshots is None:
             return {}
-        return engine_push.refit(engine_url, self.snapshots.get(version), self.parallel.device.type == "cpu")
+        on_cpu, stale = self.parallel.device.type == "cpu", self.config.cells.kv_stale
+        return engine_push.refit(engine_url, self.snapshots.get(version), on_cpu, stale)
 
     # ------------------------------------------------------------------------------------------------- batches
 

@@ -1,20 +1,23 @@
 """Puts a snapshot into a running SGLang server and proves that it arrived.
 
-Live calls survive and no key/value entry of old weights is ever used again. How, from SGLang 0.5.23's source
-(managers/tokenizer_manager.py, scheduler.py, scheduler_components/weight_updater.py):
+Live calls survive, and no new call ever uses a key/value entry of old weights. What the live ones do with theirs is the
+run's choice (cells.kv_stale). How, from SGLang 0.5.23's source (managers/tokenizer_manager.py, scheduler.py,
+scheduler_components/weight_updater.py):
 
 - Outside a pause, every weight call waits for the writer lock, that is until all running calls have ended: hours here.
 - `pause_generation` mode "abort" ends all calls and polls once a second; "in_place" keeps the running batch and its
-  KV, so a flush is refused and old KV stays in the prefix cache, unmarked; "retract" puts running calls back into the
-  waiting queue between two forward passes, gives their KV back, and answers at once.
+  KV between two forward passes, so a flush is refused and old KV stays in the prefix cache, unmarked; "retract" puts
+  running calls back into the waiting queue, gives their KV back, and answers at once. Both answer weight calls while
+  they pause.
 - While paused, waiting calls don't count as busy, so `flush_cache` inside update_weights_from_tensor succeeds and
   empties the prefix cache and the KV pool. After `continue_generation` each retracted call prefills its prompt plus
   what it had generated under the new weights and goes on; its tokens carry the version they were sampled under
   (weight_versions).
 
-So: pause(retract) -> begin -> update(flush_cache, weight_version) -> end -> verify -> continue. If anything fails
-after the weights may have changed, the engine is left paused, so that no token is sampled from unknown weights:
-restart it.
+So for `drop`: pause(retract) -> begin -> update(flush_cache, weight_version) -> end -> verify -> continue. For `keep`:
+the same with pause(in_place) and without the flush; that is allowed only where the engine itself keeps new calls off
+old entries (engine/kv/versions.py), which it is asked first. If anything fails after the weights may have changed, the
+engine is left paused, so that no token is sampled from unknown weights: restart it.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ import torch
 import torch.multiprocessing
 from torch import Tensor
 
+from services.cell_agent.engine.kv.wire import STALE_ROUTE
 from services.cell_agent.transfer.weights import Snapshot
 
 TIMEOUT_S = 120.0
@@ -44,18 +48,21 @@ class RefitError(Exception):
     """The engine did not take the weights. Unless the message says otherwise it is paused and must be restarted."""
 
 
-def refit(engine_url: str, snapshot: Snapshot, on_cpu: bool) -> dict[str, float]:
-    """Load `snapshot` into the engine as weight version str(version). Returns push_s and verify_s. Raises
-    RefitError."""
+def refit(engine_url: str, snapshot: Snapshot, on_cpu: bool, stale: str = "drop") -> dict[str, float]:
+    """Load `snapshot` into the engine as weight version str(version). `stale`: "drop" or "keep" the KV of live calls.
+    Returns push_s and verify_s. Raises RefitError."""
     started = time.perf_counter()
+    keep = stale == "keep"
+    if keep:
+        _require_namespaces(engine_url)
     tensor_ranks = int(_call(engine_url, "GET", "/server_info", None).get("tp_size") or 1)
     weights = {name: tensor.clone() for name, tensor in snapshot.views().items()}
     body = {
         "serialized_named_tensors": [serialize(list(weights.items())) for _ in range(tensor_ranks)],
-        "flush_cache": True,
+        "flush_cache": not keep,
         "weight_version": str(snapshot.version),
     }
-    _call(engine_url, "POST", "/pause_generation", {"mode": "retract"})
+    _call(engine_url, "POST", "/pause_generation", {"mode": "in_place" if keep else "retract"})
     try:
         _open_session(engine_url)
     except RefitError:
@@ -70,6 +77,17 @@ def refit(engine_url: str, snapshot: Snapshot, on_cpu: bool) -> dict[str, float]
         verify_samples(engine_url, weights)
     _call(engine_url, "POST", "/continue_generation", {})
     return {"push_s": pushed - started, "verify_s": time.perf_counter() - pushed}
+
+
+def _require_namespaces(engine_url: str) -> None:
+    """Nothing has changed yet when this refuses."""
+    status, answer = _request(engine_url, "GET", STALE_ROUTE, None)
+    policy = answer.get("policy") if status == 200 and isinstance(answer, dict) else None
+    if policy != "keep":
+        raise RefitError(
+            f"the engine at {engine_url} was not started to keep KV of older weights (its policy: {policy}), so new "
+            "calls would use it; nothing was changed. Start it with GYRE_KV_STALE=keep, or set cells.kv_stale to drop"
+        )
 
 
 def serialize(named: list[tuple[str, Tensor]]) -> str:

@@ -33,6 +33,10 @@ class KvHookMissing(RuntimeError):
     """SGLang has not applied a hook (it only logs that). The engine must not start: pages could be freed too soon."""
 
 
+class KvKeepImpossible(RuntimeError):
+    """The engine was asked to keep KV of older weights, and cannot tell it from fresh. It must not start."""
+
+
 # ------------------------------------------------------------------------------------------------------- start
 
 
@@ -49,6 +53,9 @@ def after_create_tree_cache(cache: Any, ctx: Any, *_: Any, **__: Any) -> None:
         unsupported = ""
         log.info("KV hand-over is on: %s", state.pool.layout)
     except (KvError, TransferError) as error:
+        if stale_policy() == "keep":  # without a state, waiting calls would be computed onto pages of older weights
+            reason = f"KV of older weights cannot be kept here: {error}; set cells.kv_stale to drop"
+            raise KvKeepImpossible(reason) from error
         unsupported = str(error)
         log.warning("KV hand-over is off: %s", error)
 

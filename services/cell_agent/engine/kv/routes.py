@@ -1,4 +1,5 @@
-"""The HTTP door: POST /gyre/kv/<command> with the run's secret, answered by the scheduler processes."""
+"""The HTTP doors: POST /gyre/kv/<command> with the run's secret, answered by the scheduler processes, and what policy
+the engine has for KV of older weights, which is no secret."""
 
 import hmac
 import json
@@ -7,7 +8,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import ORJSONResponse
 
-from services.cell_agent.engine.kv import wire
+from services.cell_agent.engine.kv import hooks, wire
 
 
 def add(secret: str) -> None:
@@ -26,7 +27,11 @@ def add(secret: str) -> None:
             return _answer(409, json.loads(failed[0]))
         return _answer(200, answers[0].response[0])
 
+    async def stale() -> dict[str, str]:
+        return {"policy": hooks.stale_policy()}
+
     http_server.app.add_api_route(wire.ROUTE + "/{command}", kv, methods=["POST"], response_model=None)
+    http_server.app.add_api_route(wire.STALE_ROUTE, stale, methods=["GET"])
 
 
 def authorized(header: str, secret: str) -> bool:

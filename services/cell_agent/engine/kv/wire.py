@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 ROUTE = "/gyre/kv"
+STALE_ROUTE = "/gyre/kv-stale"  # GET: the policy for KV of older weights, {"policy": "drop" or "keep"}
 CONTROL = "gyre.kv."  # prefix of the control requests that carry the commands to the scheduler processes
 
 SECRET_ENV = "GYRE_KV_SECRET"  # shared by all engines and agents of a run; without it the plugin stays off
