@@ -56,6 +56,13 @@ def test_a_cpu_engine_is_asked_to_sleep_and_a_gpu_engine_is_not(tmp_path):
     assert gpu[-1] == "--x"
 
 
+def test_a_gpu_engine_that_keeps_older_kv_counts_every_token_to_the_weights_that_made_it(tmp_path):
+    keep = server_arguments(spec_for(tmp_path, device="cuda", kv_stale="keep"), 1, 2)
+    drop = server_arguments(spec_for(tmp_path, device="cuda"), 1, 2)
+    assert "--disable-overlap-schedule" in keep
+    assert "--disable-overlap-schedule" not in drop
+
+
 def test_free_ports_are_all_different():
     assert len(set(free_ports("127.0.0.1", 20))) == 20
 

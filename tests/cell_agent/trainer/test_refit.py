@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from services.cell_agent.engine.server import Engine, EngineSpec
-from services.cell_agent.trainer import protocol
+from services.cell_agent.trainer import engine_push, protocol
+from services.cell_agent.trainer.engine_push import RefitError
 from services.cell_agent.trainer.launcher import TrainerFailed
+from services.cell_agent.transfer.weights import Snapshot
 from tests.cell_agent.trainer import cells
 from tests.cell_agent.trainer.forest import VOCAB, Sizes, random_step, run_config, write_model
 from tests.cell_agent.trainer.reference import Reference
@@ -90,3 +92,7 @@ async def refit_under_load(url: str, trainer: Any, old: Reference, folder: Path)
     assert largest_error(new, PROMPT, fresh) < 1e-4, "a new call used old keys and values"
     with pytest.raises(TrainerFailed, match="version 5"):
         await trainer.call(protocol.Refit(id=0, engine_url=url, version=5))
+    nothing = Snapshot(6, torch.zeros(0, dtype=torch.uint8), (), "")
+    with pytest.raises(RefitError, match="nothing was changed"):  # this engine has no namespaces for older pages
+        await asyncio.to_thread(engine_push.refit, url, nothing, True, "keep")
+    assert len((await generate(url, PROMPT, 4))["output_ids"]) == 4
