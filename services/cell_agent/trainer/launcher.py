@@ -168,9 +168,7 @@ class TrainerHandle:
         self._listen.cancel()
         outcome = TrainerExit(self._closing, codes, log_tail(self.log_path), self._silent)
         await asyncio.wait([self._read], timeout=1.0)  # replies that were on their way still count
-        error = TrainerDied(
-            f"the workers of cell {self.cell} {outcome.how}; end of their log:\n{outcome.log_tail}"
-        )
+        error = TrainerDied(f"the workers of cell {self.cell} {outcome.how}; end of their log:\n{outcome.log_tail}")
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
