@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 from services.proxy.core import AbortCalls, Execution, ProxyCore
 from services.proxy.dialects.base import ApiError, Reply, Request, context_too_long
-from services.proxy.engine_client import LAST_WORD_S
 from services.proxy.generating import ENGINE_RESERVE, Generating, Work
 from services.proxy.plans import Plans
 from services.proxy.prompts import Prompt, Prompts
@@ -24,6 +23,9 @@ from services.proxy.reading import Reading
 from services.proxy.recorder import Recorder
 
 log = logging.getLogger("gyre.proxy.calls")
+
+CLOSE_S = 8.0
+"""So long a proxy that stops waits for the last words of its engines."""
 
 
 @dataclass(eq=False)
@@ -131,6 +133,8 @@ class Calls:
             if call.key[0] == command.execution and call.key[1] <= command.attempt:
                 if call.work is not None:
                     call.work.abort(command.reason)
+                if not call.reply.done():  # what was generated is recorded when the engine has told it
+                    call.reply.set_exception(ApiError(410, "gone", command.reason))
                 self._open.pop(call.key, None)
         self._plans.forget(command.execution, command.attempt)
         self._prompts.forget(command.execution)
@@ -147,7 +151,7 @@ class Calls:
             if call.task is not None and not (call.work is not None and call.work.close()):
                 call.task.cancel()
         if tasks:
-            _, late = await asyncio.wait(tasks, timeout=LAST_WORD_S + 1.0)
+            _, late = await asyncio.wait(tasks, timeout=CLOSE_S)
             for task in late:
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -199,20 +203,22 @@ class Calls:
     async def _run(self, call: Call, work: Work) -> None:
         """Generate, record, reply. Ends with call.reply done, whatever happens."""
         try:
-            reply = await self._generating.run(work, call.read, lambda: not call.waiting)
+            reply = await self._generating.run(work, call.read, lambda: bool(work.aborted) or not call.waiting)
             call.discarded = work.discarded
-            call.reply.set_result(reply)
+            if not call.reply.done():
+                call.reply.set_result(reply)
         except ApiError as error:
             if work.closing:
                 call.reply.cancel()
-            else:
+            elif not call.reply.done():
                 call.reply.set_exception(error)
         except asyncio.CancelledError:
             call.reply.cancel()
             raise
         except Exception as error:  # the edge of the call: the harness gets an error, the process lives on
             log.exception("call %s failed", call.call)
-            call.reply.set_exception(ApiError(500, "internal", f"call {call.call} failed: {type(error).__name__}"))
+            if not call.reply.done():
+                call.reply.set_exception(ApiError(500, "internal", f"call {call.call} failed: {type(error).__name__}"))
         finally:
             self._flying.discard(call)
             if (_failed(call) or work.aborted) and self._open.get(call.key) is call:

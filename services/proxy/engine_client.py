@@ -33,8 +33,8 @@ SILENCE_S = 60.0
 """So long an engine may say nothing (queue, prefill) before it is asked for its health, again and again."""
 HEALTH_S = 30.0
 """So long the answer may take: SGLang gives its own scheduler 20 s."""
-LAST_WORD_S = 5.0
-"""So long a cancelled call waits for what its engine has generated."""
+LAST_WORD_S = 30.0
+"""So long a cancelled call waits for what its engine has generated. A busy engine needs time, and nobody else waits."""
 ABORT_AGAIN_S = 0.5
 """An abort that came before the engine knew the call is lost."""
 BAD_REPORTS = 3

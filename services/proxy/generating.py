@@ -59,18 +59,24 @@ class Work:
     closing: bool = False
     discarded: bool = False  # set with the record
     engine: asyncio.Task[None] | None = field(default=None, repr=False)
+    _ending: bool = False
 
     def abort(self, reason: str) -> None:
+        """End the generation, to be recorded as far as it got; nobody wants the reply."""
+        self._end_engine()
         self.aborted = reason
-        if self.engine is not None:
-            self.engine.cancel()
 
     def close(self) -> bool:
         """The proxy stops: end the generation, to be recorded as far as it got. False if it has not begun."""
+        self._end_engine()
         self.closing = True
-        if self.engine is not None:
-            self.engine.cancel()
         return self.engine is not None
+
+    def _end_engine(self) -> None:
+        """Once: a second cancellation would not let the engine say its last word."""
+        if self.engine is not None and not self._ending:
+            self._ending = True
+            self.engine.cancel()
 
 
 class Usage(NamedTuple):
@@ -165,6 +171,8 @@ class Generating:
     async def _sample(self, work: Work, generation: Generation, deadline: float) -> ApiError | None:
         """Fill `generation`; what went wrong, if it did not come to its end."""
         plan = work.plan
+        if work.aborted:
+            return ApiError(410, "gone", work.aborted)
 
         async def find_route(timeout_s: float) -> Route | None:
             found = await self._watch.until(lambda: self._core.route(plan.execution), timeout_s)

@@ -130,6 +130,18 @@ def finished() -> ev.ExecutionFinished:
     return ev.ExecutionFinished(**fields, exit_code=None, artifact=None, seconds=1.0, cpu_seconds=1.0)
 
 
+def assessed() -> ev.ExecutionAssessed:
+    fields = {
+        "execution": EXECUTION,
+        "group": "g000001",
+        "attempt": 1,
+        "artifact": "",
+        "branch": "",
+        "status": "scored",
+    }
+    return ev.ExecutionAssessed(**fields, score=0.0, tries=1, seconds=0.1)
+
+
 async def test_the_end_of_the_execution_records_what_its_engine_had(world, ids):
     run, engine = world
     engine.turns = [Turn(TEXT, pause_s=0.3)]
@@ -137,9 +149,12 @@ async def test_the_end_of_the_execution_records_what_its_engine_had(world, ids):
     await live_at(engine)
     await asyncio.sleep(0.1)  # three tokens are reported
     await run.publish("harness", finished())
+    await run.publish("evaluator", assessed())  # the engine needs longer than that for its last word
     assert (await call)[0] == 410
+    while not (records := await run.records()):
+        await asyncio.sleep(0.05)
     assert engine.aborted == [RID]
-    (record,) = await run.records()
+    (record,) = records
     assert unpack_ids(record.output_ids).tolist() == ids[:6], "those that came with the abort as well"
     assert (record.finish_reason, record.discarded) == ("abort", True)
 
