@@ -43,7 +43,8 @@ class Strike:
     sequence: int = 0  # of the event with which the step began
     part: str = ""
     late_s: float = 0.0  # from the stored event (and after_s) to the signal
-    recovered_s: float = -1.0  # until every cell was up again; -1: it was not
+    recovered_s: float = -1.0  # until every cell was up again; -1: it was not, or the run was over before
+    run_over: bool = False
 
 
 @dataclass
@@ -140,6 +141,7 @@ class Striker:
             strike.outcome = "struck"
             if await self._recovers(strike):
                 strike.recovered_s = round(time.time() - strike.at, 1)
+            strike.run_over = self.over
         return self.strikes
 
     async def _one(self, case: Case, strike: Strike) -> None:

@@ -31,7 +31,7 @@ PLAN = Plan(
     failures=0.0,
     real_agents=True,
 )
-PARTIES = ["scheduler", *(f"{kind}-{cell}" for kind in ("agent", "part") for cell in range(PLAN.cells))]
+PARTIES = ["scheduler", "publisher", *(f"{kind}-{cell}" for kind in ("agent", "part") for cell in range(PLAN.cells))]
 
 
 def of(world: World, kind: type[ev.Event]) -> list[Any]:

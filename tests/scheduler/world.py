@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ import msgspec
 
 from services.scheduler.core import SchedulerCore
 from shared import events as ev
-from shared.actor import Publish, Wake
+from shared.actor import Effect, Publish, Wake
 from shared.config import (
     CellsConfig,
     EvalSetConfig,
@@ -88,6 +88,8 @@ class World:
         self.phase = ""
         self.stopped = False
         self.away: deque[tuple[ev.Event, float]] | None = None  # what the dead scheduler has not seen
+        self.torn = False  # it is to die when it has published half of its effects
+        self.owed: Sequence[Effect] = []  # the other half
         self.committed = 0
         self.deaths = 0
         self.cuts = 0
@@ -139,32 +141,42 @@ class World:
             if count == len(self.log):
                 self.lose(party)
         if self.away is None:
-            self._decide(event, self.now)
+            self._say(self._decide(event, self.now))
+        elif self.torn:
+            said = self._decide(event, self.now)
+            self._say(said[: len(said) // 2])
+            self.owed, self.torn = said[len(said) // 2 :], False
         else:
             self.away.append((event, self.now))
         self._react(event)
 
     def lose(self, party: str) -> None:
         """`scheduler`, `agent-K` (the process) or `part-K` (its engine or trainer), before it reacts to the event that
-        was stored last. The scheduler sees what it missed, as of when it was stored, once it is back."""
+        was stored last; `publisher`: the scheduler when it has published half of what the event makes it say. Once it
+        is back it says the rest, then sees what it missed, as of when it was stored."""
         kind, _, cell = party.partition("-")
-        if kind == "scheduler":
+        if kind in ("scheduler", "publisher"):
             if self.away is None:
-                self.away = deque()
+                self.away, self.torn = deque(), kind == "publisher"
                 self.after(3.0, self._scheduler_is_back)
         elif self.agents[int(cell)].incarnation:
             self.agents[int(cell)].die(kind == "part")
 
     def _scheduler_is_back(self) -> None:
         missed, self.away = self.away or deque(), None
+        self._say(self.owed)
+        self.owed = []
         for event, at in missed:
-            self._decide(event, at)
+            self._say(self._decide(event, at))
 
-    def _decide(self, event: ev.Event, now: float) -> None:
+    def _decide(self, event: ev.Event, now: float) -> Sequence[Effect]:
         self.checks.see(event)
         effects = self.core.handle(event, now)
         self.checks.decided(effects)
         self.effects.append(encode_effects(effects))
+        return effects
+
+    def _say(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Publish):
                 self.publish(effect.event)
