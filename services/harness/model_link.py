@@ -21,18 +21,23 @@ class ModelLink:
         self.folder: Path | None = None
 
     def renew(self, proxy_socket: Path) -> Path:
-        """Point to `proxy_socket`; returns the folder to mount. Raises OSError if the socket is not there."""
+        """Point to `proxy_socket`; returns the folder to mount. Raises OSError if the socket is not there.
+
+        A proxy that was started again has a new socket under the old name: what counts is the file, not its path."""
         if self.folder is None:
             # Beside the socket, because hard links do not cross file systems.
             self.folder = proxy_socket.parent / f"harness-{uuid.uuid4().hex[:12]}"
             self.folder.mkdir(mode=0o755)
             self.folder.chmod(0o755)
+        link = self.folder / MODEL_SOCKET
+        if link.exists() and link.samefile(proxy_socket):
+            return self.folder
         new = self.folder / "new"
         new.unlink(missing_ok=True)
         os.link(proxy_socket, new)
         if os.geteuid() == 0:  # the sandboxes' own users must be allowed to connect; keys protect the API
             new.chmod(0o666)
-        os.replace(new, self.folder / MODEL_SOCKET)
+        os.replace(new, link)
         new.unlink(missing_ok=True)  # replacing a link to the same socket leaves both names
         return self.folder
 

@@ -54,7 +54,6 @@ class HarnessService:
         self.ctx = ctx
         self.ledger = Ledger()
         self.link = ModelLink()
-        self._linked: ProxyReady | None = None
         self.stream = Following()
         self._running: dict[str, tuple[int, asyncio.Task[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -172,11 +171,7 @@ class HarnessService:
         return one.route_to(self._link(proxy), proxy.url)
 
     def _link(self, proxy: ProxyReady) -> Path:
-        if self._linked != proxy or self.link.folder is None:
-            self.link.renew(Path(proxy.socket))
-            self._linked = proxy
-        assert self.link.folder is not None
-        return self.link.folder
+        return self.link.renew(Path(proxy.socket))
 
 
 def _given_up(placed: ExecutionPlaced, deliveries: int, error: Exception) -> ExecutionFinished:

@@ -63,7 +63,9 @@ def _executions(a: Audit, events: list[Event], expected: int) -> None:
     missing = sorted(set(dispatched) ^ set(finished))
     a.hold(not missing, f"dispatched but not finished, or the other way round: {missing}")
     a.hold(set(finished) == set(assessed), f"finished but not assessed: {sorted(set(finished) ^ set(assessed))}")
-    a.facts["endings"] = dict(Counter(e.ending for e in _of(events, ev.ExecutionFinished)))
+    endings = Counter(e.ending for e in _of(events, ev.ExecutionFinished))
+    a.facts["endings"] = dict(endings)
+    a.hold(set(endings) <= {"completed", "harness_timeout"}, f"harnesses did not get through: {dict(endings)}")
     a.facts["assessed"] = dict(Counter(e.status for e in _of(events, ev.ExecutionAssessed)))
 
 
