@@ -132,6 +132,7 @@ PLAN = """
 A simulation file has the keys of `simulator/setup.py`:
 
     cells: 8
+    standalone: 0            # engines that never train, beside the cells
     capacity: 192            # executions per cell
     groups: 32               # B
     executions: 16           # N

@@ -223,7 +223,7 @@ def _ablation_hours(elastic: Setup, seeds: Sequence[int]) -> tuple[dict[str, flo
         "async_moved": total(replace(streamed, async_cells=max(1, split - 1))),
         "async_long": total(replace(streamed, mu=3, phi=0.5)),
         "colocate": total(colocate),
-        "colocate_standalone": total(colocate, coarse),
+        "colocate_standalone": total(replace(colocate, cells=pool, standalone=elastic.cells - pool)),
         "coarse": total(elastic, coarse),
     }
     return hours, {"async_training_cells": split, "switching_cells": pool}
