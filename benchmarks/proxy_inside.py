@@ -32,6 +32,8 @@ from services.proxy.generating import Generating, Limits
 from services.proxy.plans import Plans
 from services.proxy.prompts import Prompts
 from services.proxy.recorder import Recorder
+from services.proxy.settling import Settling
+from services.proxy.takeover import Takeover
 from services.proxy.watch import Watch
 from shared.codec import encode
 from shared.events import (
@@ -79,7 +81,9 @@ class Inside:
         generating = Generating(
             self.core, self.renderer, self.prompts, engine, recorder, self.watch, Limits(context, 60.0)
         )
-        self.calls = Calls(self.core, self.prompts, plans, generating, recorder)
+        takeover = Takeover(self.core, engine, self._publish, self.watch, "proxy", "i")
+        settling = Settling(self.core, generating, recorder, takeover)
+        self.calls = Calls(self.core, self.prompts, plans, generating, recorder, takeover, settling)
         self.bodies = Bodies()
         self.refused: collections.Counter[str] = collections.Counter()
         self.app = ProxyApp(

@@ -89,6 +89,8 @@ class RunView:
     eval_scores: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     train_scores: list[tuple[float, float]] = field(default_factory=list)
     tokens_recorded: int = 0
+    calls_taken_over: int = 0  # from a proxy that had died or stopped
+    tokens_lost: int = 0  # generated, and known to be in no record
     tokens_trained: int = 0
     tokens_discarded: int = 0
     engine_tokens: dict[str, int] = field(default_factory=dict)
@@ -323,6 +325,14 @@ def _recorded(view: RunView, event: ev.ModelCallRecorded, now: float) -> None:
     view.call_times.append((now, tokens))
 
 
+def _begun(view: RunView, event: ev.ModelCallBegun, now: float) -> None:
+    view.calls_taken_over += event.take > 0
+
+
+def _dropped(view: RunView, event: ev.ModelCallDropped, now: float) -> None:
+    view.tokens_lost += event.tokens
+
+
 def _cut(view: RunView, event: ev.CallCut, now: float) -> None:
     view.calls_cut += 1
 
@@ -366,6 +376,8 @@ _HANDLERS: dict[type[ev.Event], Callable[[RunView, Any, float], None]] = {
     ev.CellRefitted: _refitted,
     ev.CellFailed: _cell_failed,
     ev.EngineCounted: _counted,
+    ev.ModelCallBegun: _begun,
+    ev.ModelCallDropped: _dropped,
     ev.ModelCallRecorded: _recorded,
     ev.ModelCallRefused: _refused,
     ev.CallCut: _cut,

@@ -47,10 +47,12 @@ def summarize(view: RunView, *, wall_s: float, peak_rss_bytes: int) -> dict[str,
         "tokens": {
             "generated": sum(view.engine_tokens.values()),
             "recorded": view.tokens_recorded,
+            "lost": view.tokens_lost,
             "trained": view.tokens_trained,
             "dedup_factor": sum(b.path_tokens for b in view.committed) / packed if packed else None,
         },
         "model_calls": view.calls,
+        "calls_taken_over": view.calls_taken_over,
         "moved_calls": {
             "cut": view.calls_cut,
             **dict(sorted(view.calls_adopted.items())),

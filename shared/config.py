@@ -214,6 +214,9 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     port: int = 0
     """0 = any free port."""
     call_timeout_s: float = 7200.0
+    progress_tokens: int = 512
+    """A call in flight writes what it has generated to the stream every so many tokens (8 bytes each); 0 = never. Only
+    what is newer than that is lost if its proxy and its engine die together."""
 
 
 class BusConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

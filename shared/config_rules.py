@@ -67,6 +67,7 @@ NOT_NEGATIVE = (
     "training.warmup_steps",
     "training.clip_grad",
     "proxy.port",
+    "proxy.progress_tokens",
     "telemetry.prometheus_port",
 )
 

@@ -507,11 +507,14 @@ class ExecutionFinished(Event, frozen=True, kw_only=True, tag="execution_finishe
 
 
 class ProxyReady(Event, frozen=True, kw_only=True, tag="proxy_ready"):
-    """proxy. Harnesses reach the model API here: `url` (http://host:port) and the unix socket `socket`."""
+    """proxy. Harnesses reach the model API here: `url` (http://host:port) and the unix socket `socket`.
+
+    A new `incarnation` of a proxy says that the process before it is gone."""
 
     proxy: str
     url: str
     socket: str
+    incarnation: str = ""
 
     def entity(self) -> str:
         return self.proxy
@@ -547,6 +550,76 @@ class ModelCallRecorded(Event, frozen=True, kw_only=True, tag="model_call_record
     seconds: float = 0.0
     dialect: str = ""
     delivered: int = -1  # with a stop sequence: so many output tokens lie before it, and only these are continued
+
+    def entity(self) -> str:
+        return self.execution
+
+
+class ModelCallBegun(Event, frozen=True, kw_only=True, tag="model_call_begun"):
+    """proxy. A call is in flight from here on, durably before any engine is asked for its tokens; ModelCallRecorded
+    (or ModelCallDropped) ends it.
+
+    `take` 0: the process `proxy`, `incarnation` begins it. take n + 1: that process goes on with what the owner of
+    take n left behind; of several such events the first in the stream counts."""
+
+    call: str
+    execution: str
+    attempt: int
+    proxy: str
+    incarnation: str
+    take: int
+    parent: str  # this and the following as in ModelCallRecorded
+    keep: int
+    call_class: str
+    prompt_tokens: int
+    sampling: Sampling
+    request: str
+    opening: str = ""
+    diverged: bool = False
+    dialect: str = ""
+
+    def entity(self) -> str:
+        return self.execution
+
+
+class ModelCallProgressed(Event, frozen=True, kw_only=True, tag="model_call_progressed"):
+    """proxy. Output of a call in flight from token `start` on, so that another process can go on with it. Published
+    every proxy.progress_tokens tokens, and before the call goes to another engine."""
+
+    call: str
+    execution: str
+    attempt: int
+    take: int
+    start: int
+    output_ids: bytes  # int32
+    output_logprobs: bytes  # float32
+    versions: tuple[VersionSpan, ...]  # of the whole output so far
+
+    def entity(self) -> str:
+        return self.execution
+
+
+class ModelCallLeft(Event, frozen=True, kw_only=True, tag="model_call_left"):
+    """proxy (one of several). The harness hung up before the reply was there. The generation goes on, and the same
+    request gets its reply from any proxy."""
+
+    call: str
+    execution: str
+    attempt: int
+
+    def entity(self) -> str:
+        return self.execution
+
+
+class ModelCallDropped(Event, frozen=True, kw_only=True, tag="model_call_dropped"):
+    """proxy. A call in flight ends without a record. Either it failed before anything was generated, or its proxy died,
+    nobody asked for it again, and the engines that knew its prompt are gone too: `tokens` are known to be lost then."""
+
+    call: str
+    execution: str
+    attempt: int
+    tokens: int
+    reason: str
 
     def entity(self) -> str:
         return self.execution

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from services.proxy.context import Contexts
+from services.proxy.flights import Flights
 from services.proxy.handover import Cuts
 from shared.actor import Do, Effect
 from shared.events import (
@@ -30,7 +31,10 @@ from shared.events import (
     ModelCallMarked,
     ModelCallRecorded,
     ProxyReady,
+    RunPhaseChanged,
+    RunResumed,
     Sampling,
+    StopRequested,
 )
 
 AWAY = ("joining", "training", "returning", "offline")
@@ -52,6 +56,13 @@ class AbortCalls:
     execution: str
     attempt: int
     reason: str
+
+
+class ProxyState(msgspec.Struct):
+    """The latest process that served under a proxy's name."""
+
+    incarnation: str
+    url: str
 
 
 class CellState(msgspec.Struct):
@@ -78,8 +89,10 @@ class _Snapshot(msgspec.Struct):
     cells: dict[int, CellState]
     keys: dict[str, tuple[str, int]]
     executions: list[tuple[str, int, Sampling, int, str, str, bool, list[ModelCallRecorded]]]
-    proxies: tuple[str, ...] = ()
+    proxies: dict[str, ProxyState] = {}
     cuts: Cuts = msgspec.field(default_factory=Cuts)
+    flights: Flights = msgspec.field(default_factory=Flights)
+    ending: bool = False
 
 
 class ProxyCore:
@@ -87,20 +100,29 @@ class ProxyCore:
         self.executions: dict[str, Execution] = {}
         self.keys: dict[str, tuple[str, int]] = {}  # hash -> (execution, attempt)
         self.cells: dict[int, CellState] = {}
-        self.proxies: set[str] = set()  # all that were ever ready in this run
+        self.proxies: dict[str, ProxyState] = {}  # all that were ever ready in this run
         self.cuts = Cuts()
+        self.flights = Flights()
+        self.ending = False  # the run is over or was asked to stop: nobody goes on with what is in flight
 
     # ---------------------------------------------------------------------------------------------------- events
 
     def handle(self, event: Event, now: float) -> Sequence[Effect]:
         self.cuts.handle(event)
+        self.flights.handle(event)
         match event:
             case ModelCallRecorded():
                 self.learn(event)
             case ModelCallMarked():
                 self.mark(event)
             case ProxyReady():
-                self.proxies.add(event.proxy)
+                self.proxies[event.proxy] = ProxyState(event.incarnation, event.url)
+            case StopRequested():
+                self.ending = True
+            case RunResumed():
+                self.ending = False
+            case RunPhaseChanged():
+                self.ending = self.ending or event.phase in ("finished", "failed")
             case ExecutionPlaced():
                 execution = self._execution(event.execution)
                 execution.cell, execution.sampling = event.cell, event.sampling
@@ -207,14 +229,15 @@ class ProxyCore:
             (e.execution, e.cell, e.sampling, e.attempt, e.key_hash, e.harness, e.finished, list(e.records.values()))
             for e in self.executions.values()
         ]
-        return msgspec.msgpack.encode(_Snapshot(self.cells, self.keys, rows, tuple(sorted(self.proxies)), self.cuts))
+        parts = (self.proxies, self.cuts, self.flights, self.ending)
+        return msgspec.msgpack.encode(_Snapshot(self.cells, self.keys, rows, *parts))
 
     @classmethod
     def restore(cls, data: bytes) -> ProxyCore:
         state = msgspec.msgpack.decode(data, type=_Snapshot)
         core = cls()
-        core.cells, core.keys, core.proxies = state.cells, state.keys, set(state.proxies)
-        core.cuts = state.cuts
+        core.cells, core.keys, core.proxies = state.cells, state.keys, state.proxies
+        core.cuts, core.flights, core.ending = state.cuts, state.flights, state.ending
         for name, cell, sampling, attempt, key_hash, harness, finished, records in state.executions:
             execution = Execution(name, Contexts(name), cell, sampling, attempt, key_hash, harness, finished)
             core.executions[name] = execution

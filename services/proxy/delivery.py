@@ -24,15 +24,15 @@ JSON = {"content-type": "application/json"}
 
 
 async def deliver(calls: Calls, dialect: Dialect, request: Request, call: Call, receive: Receive, send: Send) -> None:
-    with call.joined():
-        gone = asyncio.ensure_future(_disconnected(receive))
-        try:
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        with call.joined():
             whole = await (_stream if request.stream else _plain)(calls, dialect, request, call, gone, send)
-            if whole and not gone.done():
-                calls.delivered(call)
-        finally:
-            gone.cancel()
-            calls.lost(call)
+        if whole and not gone.done():
+            calls.delivered(call)
+    finally:
+        gone.cancel()
+        calls.lost(call)
 
 
 async def _stream(

@@ -37,6 +37,10 @@ LAST_WORD_S = 30.0
 """So long a cancelled call waits for what its engine has generated. A busy engine needs time, and nobody else waits."""
 ABORT_AGAIN_S = 0.5
 """An abort that came before the engine knew the call is lost."""
+ANSWER_S, ANSWER_TRIES = 2.0, 3
+"""Another proxy that does not answer so often, for so long, is gone."""
+TAKE_S = 45.0
+"""So long an engine may take to end a call and hand out what it generated: more than its own limit for that."""
 BAD_REPORTS = 3
 """After so many reports that cannot be true, in one call, the call fails."""
 _TOO_LONG = re.compile(r"context length|too long|exceeds?\b.*(?:max|limit|length)|longer than", re.I)
@@ -72,7 +76,15 @@ Moved = Callable[[str], Awaitable[Handover | None]]
 """(request id) -> waits until the request, which was cut, may go on; None if nobody told why."""
 
 
+Ready = Callable[[], Awaitable[None]]
+"""Returns when everything is durable that must be before an engine gets the call."""
+
+
 async def nobody_tells(_rid: str) -> Handover | None:
+    return None
+
+
+async def at_once() -> None:
     return None
 
 
@@ -88,6 +100,10 @@ class EngineClient:
     async def close(self) -> None:
         await self._session.close()
 
+    def is_end(self, token: int) -> bool:
+        """Whether an output ends with this token."""
+        return token in self._stop_ids
+
     async def generate(
         self,
         generation: Generation,
@@ -96,11 +112,14 @@ class EngineClient:
         deadline: float,
         call: str,
         moved: Moved = nobody_tells,
+        ready: Ready = at_once,
+        first_try: int = 0,
     ) -> None:
         """Fill `generation` to its end. `deadline` in time.monotonic(). Raises NoRoute or EngineRefused.
+        `first_try`: number of the requests that were made for this call before.
 
         Cancelled, it takes what the engine has, within LAST_WORD_S."""
-        pause, tries, bad = FIRST_PAUSE_S, 0, 0
+        pause, tries, bad = FIRST_PAUSE_S, first_try, 0
         handover: Handover | None = None
         while not generation.finish:
             waited = time.monotonic()
@@ -114,7 +133,7 @@ class EngineClient:
             key = handover.extra_key if handover is not None and handover.cell == route.cell else ""
             handover = None
             try:
-                await self._watched(generation, sampling, route, rid, key)
+                await self._watched(generation, sampling, route, rid, key, ready)
             except Cut:
                 stopped = time.monotonic()
                 handover = await moved(rid)
@@ -136,9 +155,11 @@ class EngineClient:
             await asyncio.sleep(pause)
             generation.queued_s += pause
 
-    async def _watched(self, generation: Generation, sampling: Sampling, route: Route, rid: str, key: str) -> None:
+    async def _watched(
+        self, generation: Generation, sampling: Sampling, route: Route, rid: str, key: str, ready: Ready
+    ) -> None:
         """One request, left if the engine falls silent and does not answer for its health either."""
-        attempt = asyncio.create_task(self._attempt(generation, sampling, route, rid, key), name=rid)
+        attempt = asyncio.create_task(self._attempt(generation, sampling, route, rid, key, ready), name=rid)
         try:
             while True:
                 before = len(generation.ids)
@@ -168,6 +189,30 @@ class EngineClient:
         if attempt.done() and not attempt.cancelled():
             attempt.exception()  # that it was cut is no news
 
+    async def taken(self, url: str, call: str) -> list[dict[str, Any]]:
+        """Everything the engine at `url` still has of the call (engine/kept.py), after ending what runs of it. Empty if
+        it has nothing or does not answer."""
+        body, timeout = {"call": call}, aiohttp.ClientTimeout(total=TAKE_S)
+        try:
+            async with self._session.post(f"{url}/gyre/calls/take", json=body, timeout=timeout) as response:
+                if response.status == 200:
+                    return list(_decoded(await response.read())["tries"])
+                reason = f"HTTP {response.status}"
+        except (aiohttp.ClientError, TimeoutError, ConnectionError, BadReport) as error:
+            reason = f"{type(error).__name__}: {error}"
+        log.warning("call %s: the engine at %s does not tell what it generated (%s)", call, url, reason)
+        return []
+
+    async def answers(self, url: str) -> bool:
+        """Whether a proxy serves at `url`."""
+        for _ in range(ANSWER_TRIES):
+            try:
+                async with self._session.get(f"{url}/health", timeout=aiohttp.ClientTimeout(total=ANSWER_S)):
+                    return True
+            except (aiohttp.ClientError, TimeoutError, ConnectionError):
+                await asyncio.sleep(FIRST_PAUSE_S)
+        return False
+
     async def _healthy(self, url: str) -> bool:
         try:
             async with self._session.get(f"{url}/health", timeout=aiohttp.ClientTimeout(total=HEALTH_S)) as response:
@@ -175,12 +220,15 @@ class EngineClient:
         except (aiohttp.ClientError, TimeoutError, ConnectionError):
             return False
 
-    async def _attempt(self, generation: Generation, sampling: Sampling, route: Route, rid: str, key: str) -> None:
+    async def _attempt(
+        self, generation: Generation, sampling: Sampling, route: Route, rid: str, key: str, ready: Ready
+    ) -> None:
         """One request; returns when the engine's answer ends, be it finished or cut."""
         base = len(generation.ids)
         generation.cell = route.cell
         body = self._body(generation, sampling, rid, key)
         asked_to_stop = False
+        await ready()
         try:
             async with self._session.post(
                 f"{route.url}/generate", data=body, headers={"content-type": "application/json"}

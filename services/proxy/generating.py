@@ -1,7 +1,8 @@
 """From a prompt to a recorded reply.
 
-Invariant: whatever was generated is recorded before anybody learns of it or of the failure that ended it; a reply is a
-function of the recorded ids and the request alone.
+Invariant: a call is announced before an engine gets it, and whatever was generated is recorded before anybody learns of
+it or of the failure that ended it; a reply is a function of the recorded ids and the request alone. What is left behind
+unrecorded (the proxy stops, or lost the call to another one) is in the stream, for another process to go on with.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from services.proxy.engine_client import EngineClient, EngineRefused, NoRoute, R
 from services.proxy.generation import Generation
 from services.proxy.handover import Handover, until_settled
 from services.proxy.plans import Plan
+from services.proxy.progress import Progress
 from services.proxy.prompts import Prompt, Prompts
 from services.proxy.reading import Reading
 from services.proxy.recorder import Recorder
@@ -46,6 +48,14 @@ class Limits:
     handover_s: float = 5.0  # a call that moves waits so long for its KV pages
 
 
+class Lost(Exception):
+    """Another process of the proxy has taken the call over."""
+
+
+TRIES_OF_A_TAKE = 1000
+"""Requests to engines that one owner of a call can make under names of its own."""
+
+
 @dataclass(eq=False)
 class Work:
     """One generation to do."""
@@ -54,9 +64,13 @@ class Work:
     prompt: Prompt
     request: Request
     created: int
+    progress: Progress
     watched: bool = False  # somebody reads along
+    take: int = 0
+    found: Generation | None = None  # what an earlier owner of the call left behind
     aborted: str = ""
     closing: bool = False
+    lost: bool = False
     discarded: bool = False  # set with the record
     engine: asyncio.Task[None] | None = field(default=None, repr=False)
     _ending: bool = False
@@ -66,8 +80,14 @@ class Work:
         self._end_engine()
         self.aborted = reason
 
+    def lose(self) -> None:
+        """Another process owns the call now."""
+        self._end_engine()
+        self.lost = True
+
     def close(self) -> bool:
-        """The proxy stops: end the generation, to be recorded as far as it got. False if it has not begun."""
+        """The proxy stops: end the generation, to be recorded as far as it got, or to be gone on with by the next
+        process. False if it has not begun."""
         self._end_engine()
         self.closing = True
         return self.engine is not None
@@ -108,13 +128,28 @@ class Generating:
         return Reading(self._rendering.text_of, self._rendering.special_ids, request.stop)
 
     async def run(self, work: Work, read: Callable[[list[int]], bool], unwanted: Callable[[], bool]) -> Reply:
-        """Raises ApiError. `read` is told new ids; `unwanted` is asked when the record is made."""
+        """Raises ApiError or Lost. `read` is told new ids; `unwanted` is asked when the record is made."""
         started, plan, request = time.monotonic(), work.plan, work.request
-        generation = Generation(work.prompt.pieces, plan.sampling.max_new_tokens, reported=read)
+
+        def reported(new: list[int]) -> bool:
+            work.progress.grown(generation)
+            return read(new)
+
+        generation = Generation(work.prompt.pieces, plan.sampling.max_new_tokens, reported=reported)
         if work.watched:
             generation.interval = WATCHED_INTERVAL
-        problem = await self._sample(work, generation, started + self._limits.call_timeout_s)
+        if work.found is not None:
+            self._go_on(generation, work.found)
+        problem = None
+        if not generation.finish:
+            problem = await self._sample(work, generation, started + self._limits.call_timeout_s)
+        if work.lost:
+            raise Lost
+        if work.closing and problem is not None and not self._core.ending:
+            await work.progress.durable(generation)
+            raise problem
         if problem is not None and not generation.ids:
+            await self._recorder.drop(plan.call, plan.execution, plan.attempt, tokens=0, reason=problem.message)
             raise problem
         reply, context, delivered = None, "", -1
         output = np.asarray(generation.ids, dtype=np.int32)
@@ -141,6 +176,21 @@ class Generating:
             raise problem
         self._prompts.remember(plan.call, work.prompt, output)
         return reply
+
+    def _go_on(self, generation: Generation, found: Generation) -> None:
+        generation.cell, generation.cached_tokens = found.cell, found.cached_tokens
+        generation.begin_with(found.ids, found.logprobs, found.spans)
+        generation.finish = found.finish
+        if not generation.finish and generation.ids:
+            if generation.stopped or self._engine.is_end(generation.ids[-1]):
+                generation.finish = "stop"
+            elif len(generation.ids) >= generation.limit:
+                generation.finish = "length"
+
+    async def settle(self, plan: Plan, found: Generation) -> None:
+        """Record a call that nobody will ask for any more, as far as it got."""
+        found.finish = found.finish or "abort"
+        await self._recorder.record(plan, found, context="", discarded=True, seconds=0.0)
 
     def _remember(self, plan: Plan, parsed: Parsed) -> None:
         execution = self._core.executions.get(plan.execution)
@@ -182,13 +232,19 @@ class Generating:
             cuts = self._core.cuts
             return await until_settled(self._watch, cuts, plan.execution, rid, self._limits.handover_s)
 
-        doing = self._engine.generate(generation, plan.sampling, find_route, deadline, plan.call, moved)
+        async def ready() -> None:
+            await work.progress.durable(generation)
+
+        first = work.take * TRIES_OF_A_TAKE
+        doing = self._engine.generate(generation, plan.sampling, find_route, deadline, plan.call, moved, ready, first)
         work.engine = asyncio.create_task(doing, name=f"{plan.call} engine")
         try:
             await work.engine
         except asyncio.CancelledError:
             if work.aborted:
                 return ApiError(410, "gone", work.aborted)
+            if work.lost:
+                return None
             if work.closing and work.engine.cancelled():
                 return ApiError(503, "unavailable", "the proxy is stopping", retry_after=1)
             work.engine.cancel()

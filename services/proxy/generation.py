@@ -50,6 +50,12 @@ class Generation:
     """Told the new ids of each report; true: the text holds a stop sequence, no more is wanted."""
     stopped: bool = False
 
+    def begin_with(self, ids: list[int], logprobs: list[float], spans: list[VersionSpan]) -> None:
+        """Output that another process got for this call; for a generation that is empty so far."""
+        self.ids, self.logprobs, self.spans = ids, logprobs, spans
+        if ids and self.reported is not None:
+            self.stopped = self.reported(ids)
+
     def take(self, base: int, meta: dict[str, Any], version: int) -> None:
         """Add what is new in one report of a request that began at token `base`. Reports are cumulative, or hold only
         the new tokens; the length tells which. `version`: of the policy, if the engine does not say."""

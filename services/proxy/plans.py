@@ -18,7 +18,7 @@ from services.proxy.core import Execution
 from services.proxy.dialects.base import Request
 from services.proxy.profiles import Profile, Surroundings, classify, fingerprint, for_harness
 from services.proxy.prompts import Prompt
-from shared.events import ModelCallUnclassified, Sampling
+from shared.events import ModelCallBegun, ModelCallUnclassified, Sampling
 from shared.ids import call_id
 
 log = logging.getLogger("gyre.proxy.plans")
@@ -46,6 +46,24 @@ class Plan:
     dialect: str
 
 
+def plan_of(begun: ModelCallBegun, input_ids: npt.NDArray[np.int32]) -> Plan:
+    """The plan of a call that another process began."""
+    return Plan(
+        call=begun.call,
+        execution=begun.execution,
+        attempt=begun.attempt,
+        parent=begun.parent,
+        keep=begun.keep,
+        call_class=begun.call_class,
+        input_ids=input_ids,
+        sampling=begun.sampling,
+        request=begun.request,
+        opening=begun.opening,
+        diverged=begun.diverged,
+        dialect=begun.dialect,
+    )
+
+
 class Plans:
     """`proxy`: the name of this process among several, letters and digits; "" for the only one. `unclassified` is told
     of each kind of call that no rule knows."""
@@ -71,10 +89,13 @@ class Plans:
             for known in [a for a in table if a[0] == execution and a[1] <= attempt]:
                 del table[known]
 
-    def make(self, execution: Execution, request: Request, match: Match, prompt: Prompt, room: int) -> Plan:
-        """`room`: tokens that fit behind the prompt. The run's sampling settings stand above the request's."""
+    def make(
+        self, execution: Execution, request: Request, match: Match, prompt: Prompt, room: int, begun: int = 0
+    ) -> Plan:
+        """`room`: tokens that fit behind the prompt. `begun`: highest number of a call of this attempt that anybody
+        began. The run's sampling settings stand above the request's."""
         attempt = (execution.execution, execution.attempt)
-        number = max(execution.contexts.latest_number, self._numbers.get(attempt, 0)) + 1
+        number = max(execution.contexts.latest_number, self._numbers.get(attempt, 0), begun) + 1
         self._numbers[attempt] = number
         call = call_id(*attempt, number) + self._suffix
         sampling, asked = execution.sampling, request.max_tokens

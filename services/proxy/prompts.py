@@ -78,6 +78,10 @@ class Prompts:
         ids = np.asarray(fresh, dtype=np.int32)
         return Prompt("", -1, ids, len(ids), ids[-self._rendering.lookback :], (written(ids),))
 
+    def exact(self, parent: str, keep: int, new: Ids, ids: Ids) -> Prompt:
+        """A prompt whose ids are known: those of another process of the proxy."""
+        return Prompt(parent, keep, new, len(ids), ids[-self._rendering.lookback :], (written(ids),))
+
     def _continued(self, tree: Tree, call: str, keep: int, new: Ids) -> Prompt:
         inherited = tree.nodes[call].length if keep < 0 else keep
         tail = np.concatenate((tree.part(call, max(0, inherited - self._rendering.lookback), inherited), new))

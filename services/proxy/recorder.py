@@ -7,8 +7,6 @@ too long for one event goes ahead as parts: calls of class auxiliary without out
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +14,10 @@ import numpy.typing as npt
 from services.proxy.core import ProxyCore
 from services.proxy.generation import Generation
 from services.proxy.plans import Plan
+from services.proxy.progress import Progress, Publish
 from shared.codec import pack_floats, pack_ids
-from shared.events import Event, ModelCallMarked, ModelCallRecorded
+from shared.events import ModelCallDropped, ModelCallLeft, ModelCallMarked, ModelCallRecorded
 from shared.nats_server import MAX_EVENT_BYTES
-
-Publish = Callable[[Event, str], Awaitable[int]]
-"""(event, message id) -> stream sequence; returns when the event is durable."""
 
 ROOM_FOR_FIELDS = 64 * 1024
 
@@ -31,8 +27,12 @@ class OutputTooLong(ValueError):
 
 
 class Recorder:
-    def __init__(self, core: ProxyCore, publish: Publish, *, largest: int = MAX_EVENT_BYTES) -> None:
-        self._core, self._publish, self._largest = core, publish, largest
+    """`progress`: generated tokens between two durable notes of a call in flight, 0 = none."""
+
+    def __init__(
+        self, core: ProxyCore, publish: Publish, *, progress: int = 512, largest: int = MAX_EVENT_BYTES
+    ) -> None:
+        self._core, self._publish, self._every, self._largest = core, publish, progress, largest
 
     async def record(
         self,
@@ -101,6 +101,19 @@ class Recorder:
             parent, keep, input_ids = part.call, -1, input_ids[room:]
         last = msgspec.structs.replace(record, parent=parent, keep=keep, input_ids=pack_ids(input_ids))
         return [*events, last]
+
+    def progress(self, plan: Plan, take: int, noted: int = 0) -> Progress:
+        """`noted`: tokens that an earlier owner of the call made durable."""
+        return Progress(self._publish, plan, take, self._every, noted)
+
+    async def left(self, call: str, execution: str, attempt: int) -> None:
+        """Nobody waits for the reply of a call in flight any more."""
+        await self._publish(ModelCallLeft(call=call, execution=execution, attempt=attempt), "")
+
+    async def drop(self, call: str, execution: str, attempt: int, *, tokens: int, reason: str) -> None:
+        """A call in flight has come to its end without a record."""
+        event = ModelCallDropped(call=call, execution=execution, attempt=attempt, tokens=tokens, reason=reason[:500])
+        await self._publish(event, f"dropped.{call}")
 
     async def mark(self, call: str, execution: str, attempt: int, *, discarded: bool) -> None:
         """Correct whether the harness got the reply; returns when that is durable."""

@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -29,6 +30,8 @@ from services.proxy.generating import Generating, Limits
 from services.proxy.plans import Plans
 from services.proxy.prompts import Prompts
 from services.proxy.recorder import Recorder
+from services.proxy.settling import Settling
+from services.proxy.takeover import Takeover
 from services.proxy.watch import Watch
 from shared.bus import Stored
 from shared.events import Event, ModelCallRecorded, ModelCallRefused, ProxyReady
@@ -54,12 +57,15 @@ async def serve(ctx: ServiceContext) -> None:
             meters.count(event)
         return sequence
 
-    notices, recorder = _Notices(ctx), Recorder(core, publish)
+    notices, recorder = _Notices(ctx), Recorder(core, publish, progress=proxy.progress_tokens)
     plans = Plans(_letters(ctx.args.get("instance", "")), notices.publish)
     prompts = Prompts(renderer, plans.profile)
     limits = Limits(model.context, proxy.call_timeout_s, ctx.config.cells.handover_timeout_s)
     generating = Generating(core, renderer, prompts, engine, recorder, watch, limits)
-    calls = Calls(core, prompts, plans, generating, recorder)
+    incarnation = uuid.uuid4().hex[:12]
+    takeover = Takeover(core, engine, publish, watch, ctx.actor, incarnation)
+    settling = Settling(core, generating, recorder, takeover)
+    calls = Calls(core, prompts, plans, generating, recorder, takeover, settling)
     bodies = Bodies()
     app = ProxyApp(core, calls, bodies, watch, ctx.bus.last_sequence, notices.refused, model.name)
     listener = _Listener(app, ctx.run_dir / f"{ctx.actor}.sock", proxy.port)
@@ -67,6 +73,8 @@ async def serve(ctx: ServiceContext) -> None:
     def observe(message: Stored) -> None:
         if isinstance(message.event, ProxyReady) and message.event.proxy == ctx.actor:
             listener.port = listener.port or urlsplit(message.event.url).port or 0
+        if message.event is not None:
+            calls.heard(message.event)
         watch.seen(message.sequence)
 
     async def perform(command: object) -> None:
@@ -76,7 +84,9 @@ async def serve(ctx: ServiceContext) -> None:
 
     async def on_live() -> None:
         url, path = await listener.start()
-        await ctx.bus.publish(ProxyReady(proxy=ctx.actor, url=url, socket=str(path)))
+        ready = ProxyReady(proxy=ctx.actor, url=url, socket=str(path), incarnation=incarnation)
+        await ctx.bus.publish(ready)
+        settling.all_that_are_over()
         log.info("serving at %s and %s", url, path)
 
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import hashlib
 import json
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 from aiohttp import web
 
 from services.proxy.service import serve
@@ -39,7 +41,8 @@ RUN_PROXY = """
 import sys
 from services.proxy.service import serve
 from shared.service import run_service
-sys.exit(run_service("proxy", sys.argv[1], sys.argv[2], serve))
+args = {"instance": sys.argv[3]} if len(sys.argv) > 3 else {}
+sys.exit(run_service("proxy", sys.argv[1], sys.argv[2], serve, args))
 """
 TOOLS = [
     {
@@ -142,12 +145,16 @@ class ScriptedEngine:
     gate: asyncio.Event | None = None
     hung: bool = False  # takes requests and never answers, not even about its health
     aborted: list[str] = field(default_factory=list)
+    kept: dict[str, dict[str, Any]] = field(default_factory=dict)  # rid -> what engine/kept.py would tell of it
+    live: set[str] = field(default_factory=set)
+    forgets: bool = False  # as an engine that was restarted
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[ScriptedEngine]:
         app = web.Application(client_max_size=2**30)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
+        app.router.add_post("/gyre/calls/take", self._take)
         app.router.add_get("/health", self._health)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
@@ -163,6 +170,14 @@ class ScriptedEngine:
         self.aborted.append((await request.json())["rid"])
         return web.Response()
 
+    async def _take(self, request: web.Request) -> web.Response:
+        call = (await request.json())["call"]
+        rids = [rid for rid in self.kept if rid.rpartition("-")[0] == call]
+        self.aborted += rids
+        while self.live & set(rids):
+            await asyncio.sleep(0.01)
+        return web.json_response({"tries": [] if self.forgets else [self.kept[rid] for rid in rids]})
+
     async def _health(self, request: web.Request) -> web.Response:
         await self._hang()
         return web.Response()
@@ -174,6 +189,18 @@ class ScriptedEngine:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests.append(body)
+        prompt = base64.b64encode(np.asarray(body["input_ids"], "<i4").tobytes()).decode()
+        nothing = {"output_token_logprobs": [], "output_token_logprobs_length": 0, "finish_reason": {"type": "abort"}}
+        self.kept[body["rid"]] = {"rid": body["rid"], "prompt": prompt, "meta_info": nothing}
+        self.live.add(body["rid"])
+        try:
+            return await self._generated(request, body)
+        except ConnectionError:  # its client has gone
+            return web.Response()
+        finally:
+            self.live.discard(body["rid"])
+
+    async def _generated(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         await self._hang()
         turn = self.choose(body) if self.choose else (self.turns.pop(0) if self.turns else self.default)
         if self.gate is not None:
@@ -188,15 +215,16 @@ class ScriptedEngine:
         for end in [*range(self.interval, stop, self.interval), stop]:
             finish = None
             await asyncio.sleep(turn.pause_s if end > self.interval else 0.0)
-            if body["rid"] in self.aborted:
-                await response.write(self._chunk(ids[:end], {"type": "abort", "message": "asked"}, turn))
+            gone = request.transport is None or request.transport.is_closing()
+            if gone or body["rid"] in self.aborted:
+                await response.write(self._chunk(body, ids[:end], {"type": "abort", "message": "asked"}, turn))
                 return response
             if end == stop:
                 cut = stop < len(ids) or turn.abort_after is not None
                 finish = {"type": "abort", "message": turn.message} if cut else {"type": turn.finish}
                 if turn.cut_after is not None:
                     finish = None
-            await response.write(self._chunk(ids[:end], finish, turn))
+            await response.write(self._chunk(body, ids[:end], finish, turn))
         if turn.cut_after is not None:
             if request.transport is not None:
                 request.transport.close()
@@ -204,7 +232,7 @@ class ScriptedEngine:
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    def _chunk(self, ids: list[int], finish: dict[str, Any] | None, turn: Turn) -> bytes:
+    def _chunk(self, body: dict[str, Any], ids: list[int], finish: dict[str, Any] | None, turn: Turn) -> bytes:
         rows = [[-0.5 - i / 100 if turn.bad_logprob is None else turn.bad_logprob, t, None] for i, t in enumerate(ids)]
         versions = turn.versions or (("v3", 0, len(ids)),)
         meta = {
@@ -216,6 +244,7 @@ class ScriptedEngine:
                 {"version": v, "start": s, "end": min(e, len(ids))} for v, s, e in versions if s < len(ids) or s == 0
             ],
         }
+        self.kept[body["rid"]]["meta_info"] = meta if finish else meta | {"finish_reason": {"type": "abort"}}
         return b"data: " + json.dumps({"output_ids": ids, "meta_info": meta}).encode() + b"\n\n"
 
 
@@ -234,14 +263,14 @@ class World:
         self._task: asyncio.Task[None] | None = None
         self._buses: dict[str, Bus] = {}
 
-    async def begin(self) -> None:
+    async def begin(self, progress_tokens: int = 512) -> None:
         self.control = await Bus.connect(self.nats_url, self.run, "control")
         await self.control.create_stream()
         config = RunConfig(
             name="test",
             model=ModelConfig(path=str(self.model), context=self.context),
             tasks=TasksConfig(train="tasks"),
-            proxy=ProxyConfig(call_timeout_s=20.0),
+            proxy=ProxyConfig(call_timeout_s=20.0, progress_tokens=progress_tokens),
         )
         await self.control.publish(
             RunStarted(

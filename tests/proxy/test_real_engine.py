@@ -16,6 +16,8 @@ from services.proxy.rendering import load
 from shared.codec import unpack_floats, unpack_ids
 from shared.events import Sampling
 from tests.proxy.support import World, make_model
+from tests.proxy.test_handover import finished
+from tests.proxy.test_takeover import Proxy
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 CONTEXT = 2048
@@ -128,6 +130,36 @@ async def test_calls_cut_at_the_engine_are_whole_in_the_record(world, model):
         ids, generated = tree.ids(call), tree.generated(call)
         expected = forward_logprobs(model[1], ids)
         np.testing.assert_allclose(generated.logprobs[1:][generated.mask[1:]], expected[generated.mask[1:]], atol=1e-4)
+
+
+async def test_calls_of_a_killed_proxy_are_whole_in_the_record_and_the_engine_agrees(world, model, engine):
+    run, _ = world
+    await run.execution(sampling=Sampling(temperature=1.0, max_new_tokens=1500))
+    before = await engine.generated_tokens()
+    other = await Proxy(run, "2").start()
+    asked = [{"model": "m", "messages": [USER, {"role": "user", "content": str(i)}]} for i in range(3)]
+    calls = [asyncio.create_task(other.chat(body)) for body in asked]
+    async with asyncio.timeout(60):
+        while len(await engine.calls()) < 3:
+            await asyncio.sleep(0.05)
+    await asyncio.sleep(0.5)
+    await other.kill()
+    await asyncio.gather(*calls, return_exceptions=True)
+    statuses = await asyncio.gather(*(run.post("/v1/chat/completions", body) for body in asked[1:]))
+    assert [status for status, _, _ in statuses] == [200, 200]
+    await run.publish("harness", finished())  # nobody asks for the first one again
+    async with asyncio.timeout(30):
+        while len(records := await run.records()) < 3:
+            await asyncio.sleep(0.1)
+    tree = await run_tree(run, "g000001x00")
+    assert sorted(node.discarded for node in tree.nodes.values()) == [False, False, True]
+    assert all(r.versions[-1].end == len(r.output_ids) // 4 for r in records)
+    for call, node in tree.nodes.items():
+        ids, generated = tree.ids(call), tree.generated(call)
+        expected = forward_logprobs(model[1], ids)
+        np.testing.assert_allclose(generated.logprobs[1:][generated.mask[1:]], expected[generated.mask[1:]], atol=1e-4)
+        assert len(node.output_ids) > 0
+    assert await engine.generated_tokens() - before == sum(len(r.output_ids) // 4 for r in records)
 
 
 async def test_prompts_up_to_the_limit_are_served_and_longer_ones_refused(world, model):

@@ -25,7 +25,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
-from services.cell_agent.engine import cpu_attention, live_calls
+from services.cell_agent.engine import cpu_attention, kept, live_calls
 
 PR_SET_PDEATHSIG = 1
 CPU_SHIMS = Path(__file__).parent / "cpu_shims"
@@ -125,6 +125,7 @@ def main(arguments: list[str]) -> None:
 
     load_plugins()
     live_calls.install(http_server)
+    kept.install(http_server)
     try:
         run_server(prepare_server_args(server))
     finally:
