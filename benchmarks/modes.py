@@ -4,9 +4,9 @@
 
 The workload is benchmarks/modes_workload/run.yaml: the example's tasks and policy (made deeper, see deepen.py) and
 scout with tools that take time and have a long tail. Every cell gets the same fixed share of the processor for its
-engine and trainer together. The schedules are the paper's at staleness 1.5: elastic (mu 3, phi 0.5), async (1, 1.5), colocate
-(4, 0). Async and colocate train a batch when it is complete, as in the paper; `async-streamed` is async with our
-streaming, a stronger baseline than the paper's. Async is run with every split in --async-cells and the fastest
+engine and trainer together. The schedules are the paper's at staleness 1.5: elastic (mu 3, phi 0.5), async (1, 1.5),
+colocate (4, 0). Async and colocate train a batch when it is complete, as in the paper; `async-streamed` is async with
+our streaming, a stronger baseline than the paper's. Async is run with every split in --async-cells and the fastest
 counts. Wall time is that of the training phase: start-up is left out. Needs root (CPU quotas) and a quiet machine.
 """
 
@@ -284,7 +284,7 @@ def table(outcomes: list[Outcome]) -> str:
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
-    parser.add_argument("--modes", default="elastic,async,async-streamed,colocate", help=f"of {', '.join(SCHEDULES)}")
+    parser.add_argument("--modes", default="elastic,async,colocate", help=f"of {', '.join(SCHEDULES)}")
     parser.add_argument("--async-cells", default="1,2", help="splits of async that are tried")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--cells", type=int, default=4)
