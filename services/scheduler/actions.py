@@ -140,7 +140,10 @@ class Actions:
                     evaluation=False,
                 )
                 self._dispatch(execution, index, execution_seed(settings.seed, f"{group}/{index}"))
-        s.groups_dispatched += max(0, count)
+        if count > 0:
+            s.groups_dispatched += count
+            if s.notes is not None:
+                s.notes.dispatched(count, s.version - s.published)
 
     def _dispatch(self, e: Execution, index: int, seed: int, eval_set: str = "", eval_phase: str = "") -> None:
         s = self.state

@@ -26,6 +26,7 @@ class Outlook:
     """The present, as far as a forecast needs it. Seconds; `groups`: residual lives of what is outstanding."""
 
     batch: int  # B
+    executions: int  # N
     places: float
     per_cell: float  # places of one cell or standalone engine
     cells: float  # that may train
@@ -65,6 +66,7 @@ def outlook(settings: Settings, s: State, notes: Notes, seed: str) -> Outlook:
         fresh.append(group if len(group) == n else tuple(rng.choice(group) for _ in range(n)))
     return Outlook(
         batch=max(2, round(b / scale)),
+        executions=n,
         places=s.live_capacity / scale,
         per_cell=s.live_capacity / len(s.cells),
         cells=settings.cells / scale,
@@ -128,8 +130,10 @@ class _Rollout:
 class _Ahead:
     """The near future of one schedule: executions in places, cells that train what is ready."""
 
-    def __init__(self, now: Outlook) -> None:
+    def __init__(self, now: Outlook, keep: float) -> None:
         self.now = now
+        self.keep = keep
+        self.owed = 0  # groups of this burst that are not dispatched yet
         self.rollout = _Rollout(now.places)
         self.t = 0.0
         self.trained = 0.0  # cell-seconds of the groups consumed so far
@@ -151,9 +155,25 @@ class _Ahead:
     def begin_burst(self, outstanding: int) -> None:
         self._pass(self.now.pause_s if self.t else 0.0)
         self.joining = None
-        for _ in range(outstanding - (self.known - self.consumed)):
-            self._dispatch(next(self._source))
+        self.owed = outstanding - (self.known - self.consumed)
+        self._refill()
+        if self.keep:
+            self.in_training = min(self.in_training, self._kept())
         self.in_training = min(self.in_training, self._spare_cells())
+
+    def _kept(self) -> float:
+        """As Lookahead: one cell more while half a batch is ready beyond the open one."""
+        backlog = 2 * (self.rollout.ready - self.consumed) >= self.now.batch
+        return min(self.keep + self.now.join * backlog, self.now.cells - self.now.join)
+
+    def _refill(self) -> None:
+        """Dispatch what the burst still owes; with `keep`, as far as the other cells have places for it."""
+        gate = math.inf
+        if self.keep:
+            gate = self.now.places - self._kept() * self._per_cell - self.now.executions
+        while self.owed > 0 and (self.rollout.level <= gate or not self.rollout.level):
+            self._dispatch(next(self._source))
+            self.owed -= 1
 
     def train_batch(self) -> None:
         """Until the next batch is complete and trained; cells leave rollout while there is room and work."""
@@ -175,6 +195,8 @@ class _Ahead:
             self.t = following
             if following == finish:
                 rollout.finish_one(following)
+                if self.owed > 0:
+                    self._refill()
             else:
                 self.in_training = min(now.cells, self.in_training + now.join)
                 self.joining = None
@@ -195,10 +217,11 @@ class _Ahead:
             self.rollout.finish_one(running[0][0])
 
 
-def forecast(now: Outlook, mu: int, phi: float, steps: int, total: int) -> list[float]:
+def forecast(now: Outlook, mu: int, phi: float, steps: int, total: int, keep: float = 0.0) -> list[float]:
     """Seconds from now at which each of the next `steps` batches commits, with bursts of mu and (phi + mu) * B groups
-    outstanding at their start; `total` batches are left in the run."""
-    ahead = _Ahead(now)
+    outstanding at their start; `total` batches are left in the run. keep > 0: so many cells (scaled as
+    `Outlook.cells`) are left free for training, and the burst's groups go out as the others have places for them."""
+    ahead = _Ahead(now, keep)
     commits: list[float] = []
     while len(commits) < steps:
         if len(commits) % mu == 0:

@@ -1,9 +1,10 @@
 """Beyond the paper's rule: bursts planned by forecasts from the durations observed so far.
 
-What it decides at each burst's start: mu and the depth of the dispatch, among all schedules with the run's mean
-staleness, by playing the next steps forward (forecast.py). It keeps an account of the staleness spent, so that what a
-run's end leaves over (the last burst dispatches nothing ahead) is used before. A cell leaves rollout as soon as one
-group is there for it, and trained cells stay through a publication while the others hold the next dispatch.
+What it decides at each burst's start: mu, the depth of the dispatch, and whether the burst's groups go out at once or
+bit by bit, as the cells that are not kept for training have places for them (`Plan.keep`); among all schedules with the
+run's mean staleness, by playing the next steps forward (forecast.py). It keeps an account of the staleness spent, so
+that what a run's end leaves over (the last burst dispatches nothing ahead) is used before. A cell leaves rollout as
+soon as one group is there for it, and trained cells stay through a publication while the others hold the next dispatch.
 
 Invariant: the guarantees are Elastic's. No cell leaves while the others' capacity is below the waterlevel, training
 cells are a growing prefix, and the mean staleness planned for the whole run never exceeds (mu - 1)/2 + phi of the run
@@ -15,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from services.scheduler.forecast import forecast, outlook
+from services.scheduler.forecast import Outlook, forecast, outlook
 from services.scheduler.notes import Notes, Plan
 from services.scheduler.policy import Membership, depth, switched
 from services.scheduler.state import Settings, State, supply
@@ -34,9 +35,9 @@ class Lookahead:
     # ------------------------------------------------------------------------------------------------ the interface
 
     def groups_to_dispatch(self, s: State) -> int:
-        if s.burst_open:
-            return 0
-        return max(0, self._plan(s, s.burst).outstanding - s.outstanding)
+        plan = self._plan(s, s.burst)
+        owed = plan.last - s.groups_dispatched
+        return min(owed, self._fitting(s, plan)) if plan.keep and owed > 0 else max(0, owed)
 
     def supplied(self, s: State) -> bool:
         b = self.settings.groups_per_batch
@@ -60,7 +61,12 @@ class Lookahead:
 
     def cells_that_stay(self, s: State) -> int:
         """As many as have work waiting, while the others hold what is outstanding and the next dispatch."""
-        dispatch = max(0, self._plan(s, s.burst + 1).outstanding - s.outstanding)
+        plan = self._plan(s, s.burst + 1)
+        if plan.keep:
+            return min(
+                s.training, self._kept(s, plan), max(0, s.live_capacity - s.waterlevel) // max(1, self._places(s))
+            )
+        dispatch = max(0, plan.last - s.groups_dispatched)
         spare = s.live_capacity - s.waterlevel - dispatch * self.settings.executions_per_group
         n = 0
         while n < min(s.training, len(s.ready)) and s.cells[n].share.live_capacity <= spare:
@@ -74,6 +80,20 @@ class Lookahead:
         notes = s.notes
         return notes.plan.mu if notes is not None and notes.plan.burst == s.burst else self.settings.mu
 
+    def _places(self, s: State) -> int:
+        """Of one cell: all are alike."""
+        return s.cells[0].capacity
+
+    def _kept(self, s: State, plan: Plan) -> int:
+        """One cell more while half a batch is ready beyond the open one."""
+        return plan.keep + int(2 * len(s.ready) >= self.settings.groups_per_batch and plan.keep < len(s.cells) - 1)
+
+    def _fitting(self, s: State, plan: Plan) -> int:
+        """Groups for which the cells that are not kept for training have places. At least one when nothing runs, or a
+        group that is larger than all places would never be dispatched."""
+        free = s.live_capacity - self._kept(s, plan) * self._places(s) - s.waterlevel
+        return max(free // self.settings.executions_per_group, int(s.waterlevel == 0))
+
     def _plan(self, s: State, burst: int) -> Plan:
         """The plan of `burst`, made when it is first asked for: at the boundary before it."""
         notes = s.notes
@@ -84,34 +104,64 @@ class Lookahead:
 
     def _make_plan(self, s: State, notes: Notes, burst: int) -> Plan:
         left = self.settings.steps - s.version
-        mu, seconds = self._best_mu(s, notes, burst, left)
+        mu, keep, seconds = self._best(s, notes, burst, left)
         b = self.settings.groups_per_batch
         out = min(math.floor((mu + self._phi(s, notes, mu)) * b + 0.5), left * b)
-        return Plan(burst=burst, mu=max(1, min(mu, left)), outstanding=out, forecast_s=seconds)
+        last = s.groups_dispatched + max(0, out - s.outstanding)
+        return Plan(burst=burst, mu=max(1, min(mu, left)), last=last, keep=keep, forecast_s=seconds)
 
-    def _best_mu(self, s: State, notes: Notes, burst: int, left: int) -> tuple[int, float]:
-        """The steps of the burst, and the forecast seconds per step (0: no forecast was possible)."""
+    def _keeps(self, s: State, notes: Notes) -> list[int]:
+        """Numbers of cells to leave free for training: those about which training and rollout balance."""
+        n, b = len(s.cells), self.settings.groups_per_batch
+        training = notes.trained_s / max(1, notes.batches)
+        lives = [x for group in notes.finished for x in group]
+        rollout = b * self.settings.executions_per_group * sum(lives) / max(1, len(lives)) / max(1, self._places(s))
+        share = n * training / max(1e-9, training + rollout)
+        return sorted({k for k in (math.floor(share), math.ceil(share)) if 0 < k < n})
+
+    def _best(self, s: State, notes: Notes, burst: int, left: int) -> tuple[int, int, float]:
+        """Steps of the burst, cells left free for training, and the forecast seconds per step (0: no forecast was
+        possible)."""
         allowed = [mu for mu in range(1, math.floor(2 * self._target + 1) + 1) if self._spend(s, notes, mu) >= 0.0]
-        own = notes.plan.mu if notes.plan.burst and left > notes.plan.mu else self.settings.mu
+        own, keep = notes.plan.mu or self.settings.mu, notes.plan.keep
+        if left <= notes.plan.mu:
+            own = self.settings.mu
         if own not in allowed:
             own = max((mu for mu in allowed if mu < own), default=1)
         # The first groups to be ready are the short ones: what is seen of the first bursts is not the whole truth.
         enough = notes.seen >= 2 * depth(self.settings) and len(notes.finished) >= 8
         if not enough or left <= 1 or s.live_capacity == 0:
-            return own, 0.0
-        to_the_end = left <= LONGEST
-        steps, warm = (left, 0) if to_the_end else (STEPS, WARM)
-        times: dict[int, list[float]] = {mu: [] for mu in {own, *allowed}}
-        for draw in range(self._draws):
-            now = outlook(self.settings, s, notes, f"{self.settings.seed}/lookahead/{burst}/{draw}")
-            for mu, seconds in times.items():
-                commits = forecast(now, mu, self._phi(s, notes, mu), steps, left)
-                seconds.append((commits[-1] - (commits[warm - 1] if warm else 0.0)) / (steps - warm))
-        best = min(times, key=lambda mu: (sum(times[mu]), mu))
-        sure = all(a < b for a, b in zip(times[best], times[own], strict=True))
-        if not sure or sum(times[best]) >= sum(times[own]) * (1 - GAIN):
-            best = own
-        return best, sum(times[best]) / self._draws
+            return own, keep, 0.0
+        outlooks = [
+            outlook(self.settings, s, notes, f"{self.settings.seed}/lookahead/{burst}/{draw}")
+            for draw in range(self._draws)
+        ]
+        times: dict[tuple[int, int], list[float]] = {}
+
+        def judge(mu: int, keep: int) -> None:
+            if (mu, keep) not in times:
+                times[mu, keep] = [self._seconds(now, s, notes, mu, keep, left) for now in outlooks]
+
+        def total(schedule: tuple[int, int]) -> tuple[float, tuple[int, int]]:
+            return sum(times[schedule]), schedule
+
+        for mu in (own, *allowed):
+            judge(mu, 0)
+        for mu in (own, min(times, key=total)[0]):
+            for cells in self._keeps(s, notes):
+                judge(mu, cells)
+        judge(own, keep)
+        best, mine = min(times, key=total), (own, keep)
+        sure = all(a < b for a, b in zip(times[best], times[mine], strict=True))
+        if not sure or sum(times[best]) >= sum(times[mine]) * (1 - GAIN):
+            best = mine
+        return *best, sum(times[best]) / len(outlooks)
+
+    def _seconds(self, now: Outlook, s: State, notes: Notes, mu: int, keep: int, left: int) -> float:
+        """Forecast seconds per step."""
+        steps, warm = (left, 0) if left <= LONGEST else (STEPS, WARM)
+        commits = forecast(now, mu, self._phi(s, notes, mu), steps, left, keep * now.join)
+        return (commits[-1] - (commits[warm - 1] if warm else 0.0)) / (steps - warm)
 
     @property
     def _draws(self) -> int:

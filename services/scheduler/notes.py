@@ -16,7 +16,8 @@ class Plan(msgspec.Struct, frozen=True):
 
     burst: int = 0
     mu: int = 0
-    outstanding: int = 0  # groups outstanding after the dispatch at the burst's start
+    last: int = 0  # groups of the run that are dispatched by the burst's end
+    keep: int = 0  # cells that are left free for training: groups are dispatched as the others have places for them
     forecast_s: float = 0.0  # seconds per step that were expected of it
 
 
@@ -33,7 +34,7 @@ class Notes(msgspec.Struct):
     to_rollout_s: float = 0.0
     draining_s: float = 0.0
     batches: int = 0
-    stale_groups: int = 0  # sum over committed batches of the groups that it left outstanding: each ages by one version
+    stale_groups: int = 0  # versions of staleness, summed over groups: see `batch_committed` and `dispatched`
     plan: Plan = Plan()
 
     def execution_finished(self, group: str, seconds: float) -> None:
@@ -58,7 +59,12 @@ class Notes(msgspec.Struct):
         elif previous == "returning" and role == "rollout":
             self.to_rollout_s = seconds
 
+    def dispatched(self, groups: int, behind: int) -> None:
+        """`behind`: committed versions that rollout was not given yet. A group starts with that much staleness."""
+        self.stale_groups += groups * behind
+
     def batch_committed(self, outstanding: int, seconds: float) -> None:
+        """Each group that the batch leaves outstanding ages by one version."""
         self.batches += 1
         self.commit_s = seconds
         self.stale_groups += outstanding
