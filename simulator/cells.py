@@ -1,8 +1,8 @@
 """One simulated cell: how its executions progress, and what it trains.
 
 Invariant: all executions of a cell progress at one common rate, so its clock is their progress and each needs one heap
-entry; a completion is exact, whatever came and went meanwhile. Rate: n executions with a share f of their time in model
-calls ask for n * f calls at once; beyond what the engine serves at full speed they all slow down alike.
+entry; a completion is exact, whatever came and went meanwhile. Rate with n executions: 1 / (1 - k + k * n / n0); k is
+the share of an execution's time, at n0 executions, that grows in proportion to how many its engine serves.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ ROLLOUT, DRAINING, JOINING, TRAINING, RETURNING = "rollout", "draining", "joinin
 
 class SimCell:
     __slots__ = (
-        "at", "busy_until", "clock", "heap", "index", "joined", "limit", "order", "rate", "role", "running",
-        "scheduled", "since", "stamp", "trained_s", "version",
+        "at", "busy_until", "clock", "fixed", "heap", "index", "joined", "order", "per_execution", "rate", "role",
+        "running", "scheduled", "since", "stamp", "trained_s", "version",
     )  # fmt: skip
 
-    def __init__(self, index: int, limit: float) -> None:
+    def __init__(self, index: int, load_share: float, load_at: float) -> None:
         self.index = index
-        self.limit = limit  # executions that progress at full speed
+        self.fixed = 1.0 - load_share
+        self.per_execution = load_share / load_at
         self.role = ROLLOUT
         self.order = 0
         self.since = 0.0  # when it took its role
@@ -65,5 +66,4 @@ class SimCell:
         self.at = now
 
     def _set_rate(self) -> None:
-        n = len(self.running)
-        self.rate = 1.0 if n <= self.limit else self.limit / n
+        self.rate = 1.0 / (self.fixed + self.per_execution * (len(self.running) or 1))

@@ -105,7 +105,7 @@ PRESETS: dict[str, Preset] = {
             name="nl2repo-2.4t",
             title="2.4T, NL2RepoBench, 48 steps, 4 cells of 48 nodes",
             setup=replace(
-                _NL2REPO_122B, cells=4, capacity=448, calls=96.0, call_share=0.2, durations=NL2REPO_BIG,
+                _NL2REPO_122B, cells=4, capacity=448, durations=NL2REPO_BIG,
                 train_work_h=1.55,
             ),
             inputs=(

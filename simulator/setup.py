@@ -30,8 +30,8 @@ class Setup:
     executions: int  # N
     durations: Durations = field(default_factory=Durations)
     train_work_h: float = 1.0  # cell-hours of forward and backward per batch
-    calls: float = 0.0  # model calls that one cell serves at once at full speed; 0: as many as its executions make
-    call_share: float = 1.0  # of an execution's time spent in model calls while nothing queues
+    load_share: float = 0.0  # share of an execution's time that grows with the executions in its cell ...
+    load_at: float = 1.0  # ... when there are so many of them: the load under which the durations were measured
     async_cells: int = 1
     standalone: int = 0  # engines that never train, beside the cells
     supply_fraction: float = 0.5

@@ -45,8 +45,7 @@ class World:
         self.meter = Meter(setup)
         self.now = 0.0
         self._watch = watch
-        full_speed = setup.calls / setup.call_share if setup.calls else float("inf")
-        self.cells = [SimCell(k, full_speed) for k in range(setup.engines)]
+        self.cells = [SimCell(k, setup.load_share, setup.load_at) for k in range(setup.engines)]
         self._timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._ticket = 0
         self._queue: deque[ev.Event] = deque()

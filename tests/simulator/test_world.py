@@ -41,8 +41,8 @@ setups = st.builds(
         limit_h=st.sampled_from([0.5, 4.0]),
     ),
     train_work_h=st.sampled_from([0.001, 0.5, 5.0]),
-    calls=st.sampled_from([0.0, 2.0]),
-    call_share=st.sampled_from([0.2, 1.0]),
+    load_share=st.sampled_from([0.0, 0.3, 1.0]),
+    load_at=st.sampled_from([1.0, 8.0]),
     supply_fraction=st.sampled_from([0.0, 0.25, 1.0]),
     supply_hold_s=st.sampled_from([0.0, 60.0]),
     parts=st.integers(1, 3),
@@ -145,16 +145,16 @@ def test_staleness_is_what_the_schedule_says(mode: str) -> None:
     assert sum(steady) / len(steady) == pytest.approx(1.5, abs=0.02)
 
 
-def test_executions_slow_down_when_calls_queue() -> None:
-    """Twice as many model calls wanted as served: everything takes about twice as long."""
+def test_executions_slow_down_with_the_load_of_their_cell() -> None:
+    """Half of the time grows with the load, measured at 16 per cell: at 32 everything takes half as long again."""
     flat = replace(
         SMALL, durations=Durations(1.0, 0.0, 0.0, 9.0), steps=1, mu=1, phi=0.0, capacity=64, cells=2, groups=16,
         train_work_h=1e-6, mode="colocate", assess_s=0.0, commit_s=0.0,
     )  # fmt: skip
     free = World(flat).run().hours_total
-    crowded = World(replace(flat, calls=16.0, call_share=1.0)).run().hours_total
+    crowded = World(replace(flat, load_share=0.5, load_at=16.0)).run().hours_total
     assert free == pytest.approx(1.0, abs=0.02)
-    assert crowded == pytest.approx(2.0, abs=0.05)
+    assert crowded == pytest.approx(1.5, abs=0.05)
 
 
 def test_work_is_conserved_when_executions_move() -> None:
