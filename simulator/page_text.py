@@ -103,8 +103,8 @@ MODEL = """
 ## The model, in full
 
 - An execution has a duration, a function of seed, group and index only: lognormal with a task factor shared by the
-  group, cut at the overall limit. A cell with more executions than its engine serves at full speed slows all of
-  them alike (`calls`, `call_share`); calls themselves are not events.
+  group, cut at the overall limit. In a cell with n executions it progresses at 1 / (1 - k + k n / n0) of that speed
+  (`load_share` k, `load_at` n0); the presets take k = 0, a recorded run's k is measured. Calls are not events.
 - Executions wait for places in dispatch order; moving one takes no time and loses no work.
 - A group is ready a fixed time after its last execution. Its training is a fixed number of equal micro-steps;
   joined cells claim them one by one, each cell at the same speed. Reduction, optimizer step and checkpoint are one

@@ -170,7 +170,7 @@ class _Ahead:
         """Dispatch what the burst still owes; with `keep`, as far as the other cells have places for it."""
         gate = math.inf
         if self.keep:
-            gate = self.now.places - self._kept() * self._per_cell - self.now.executions
+            gate = self.now.places - self._kept() * self.now.per_cell - self.now.executions
         while self.owed > 0 and (self.rollout.level <= gate or not self.rollout.level):
             self._dispatch(next(self._source))
             self.owed -= 1

@@ -86,7 +86,12 @@ class Lookahead:
 
     def _kept(self, s: State, plan: Plan) -> int:
         """One cell more while half a batch is ready beyond the open one."""
-        return plan.keep + int(2 * len(s.ready) >= self.settings.groups_per_batch and plan.keep < len(s.cells) - 1)
+        backlog = 2 * len(s.ready) >= self.settings.groups_per_batch
+        return plan.keep + int(backlog and plan.keep < self._most_kept(s))
+
+    def _most_kept(self, s: State) -> int:
+        """All that may train, if one engine is left for rollout."""
+        return min(self.settings.cells, len(s.cells) - 1)
 
     def _fitting(self, s: State, plan: Plan) -> int:
         """Groups for which the cells that are not kept for training have places. At least one when nothing runs, or a
@@ -112,12 +117,12 @@ class Lookahead:
 
     def _keeps(self, s: State, notes: Notes) -> list[int]:
         """Numbers of cells to leave free for training: those about which training and rollout balance."""
-        n, b = len(s.cells), self.settings.groups_per_batch
+        engines, most, b = len(s.cells), self._most_kept(s), self.settings.groups_per_batch
         training = notes.trained_s / max(1, notes.batches)
         lives = [x for group in notes.finished for x in group]
         rollout = b * self.settings.executions_per_group * sum(lives) / max(1, len(lives)) / max(1, self._places(s))
-        share = n * training / max(1e-9, training + rollout)
-        return sorted({k for k in (math.floor(share), math.ceil(share)) if 0 < k < n})
+        share = engines * training / max(1e-9, training + rollout)
+        return sorted({k for k in (math.floor(share), math.ceil(share)) if 0 < k <= most})
 
     def _best(self, s: State, notes: Notes, burst: int, left: int) -> tuple[int, int, float]:
         """Steps of the burst, cells left free for training, and the forecast seconds per step (0: no forecast was
