@@ -21,6 +21,10 @@ def simulate(
     staleness: Annotated[float, typer.Option(help="Target mean scheduling staleness.")] = 1.5,
     seeds: Annotated[int, typer.Option(min=1, help="Average over so many seeds.")] = 1,
     from_run: Annotated[str | None, typer.Option(help="Calibrate on a recorded run (id, folder, or latest).")] = None,
+    mu: Annotated[int | None, typer.Option(min=1, help="With --from-run: steps of a burst.")] = None,
+    phi: Annotated[float | None, typer.Option(min=0, help="With --from-run: extra dispatch, in batches.")] = None,
+    train_cells: Annotated[int | None, typer.Option(min=1, help="With --from-run: async's training cells.")] = None,
+    streaming: Annotated[bool | None, typer.Option(help="With --from-run: train groups as they become ready.")] = None,
     durations: Annotated[Path | None, typer.Option(help="Trace: JSON lines with group and hours or seconds.")] = None,
     train_hours: Annotated[float | None, typer.Option(help="Cell-hours of training per batch.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -42,7 +46,9 @@ def simulate(
         raise UsageError("--staleness must be 0 or more")
     modes, numbers = MODES if mode == "all" else (mode,), list(range(seeds))
     if from_run:
-        _print(_from_run(from_run, modes, numbers), json_)
+        given = {"mu": mu, "phi": phi, "async_cells": train_cells, "streamed": streaming}
+        changes = {key: value for key, value in given.items() if value is not None}
+        _print(_from_run(from_run, modes, numbers, changes), json_)
         return
     if what == "ablation":
         _print(study.ablation(numbers), json_)
@@ -75,7 +81,7 @@ def _plot(path: Path, setup: Any, modes: tuple[str, ...], staleness: float) -> N
     draw_roles(named, path)
 
 
-def _from_run(run: str, modes: tuple[str, ...], seeds: list[int]) -> dict[str, Any]:
+def _from_run(run: str, modes: tuple[str, ...], seeds: list[int], changes: dict[str, Any]) -> dict[str, Any]:
     from cli.history import find_run, open_stream
     from simulator.files import BadSetup
     from simulator.recorded import Recording
@@ -91,7 +97,7 @@ def _from_run(run: str, modes: tuple[str, ...], seeds: list[int]) -> dict[str, A
 
     asyncio.run(collect())
     try:
-        return compare_recorded(folder.name, recording, modes, seeds)
+        return compare_recorded(folder.name, recording, modes, seeds, changes)
     except BadSetup as error:
         raise UsageError(str(error)) from error
 

@@ -144,11 +144,17 @@ A simulation file has the keys of `simulator/setup.py`:
 FROM_RUN = """
 ## Calibrated on a recorded run
 
-`gyre simulate --from-run RUN` reads the run's stream: durations of its training executions by group, seconds of
-micro-steps, commits and switches. It prints the run's measured hours per step beside its own simulation
-(`measured.error_percent`), and what the other modes would have done. Durations are replayed group
-by group, as they were under the load of that run: on one machine whose cells share processors, a mode that loads it
-differently will differ.
+`gyre simulate --from-run RUN` reads the run's stream and prints the run's measured time beside its own simulation
+(`measured.error_percent`), and what the other modes would have done at the same staleness; `--mode async --train-cells 1
+--mu 1 --phi 1.5 --streaming` says exactly which schedule is meant, `--json` gives seconds of the whole run.
+
+- *Durations*, by group, in the order of dispatch. Each is divided into model calls and everything else.
+- *Load*: seconds per token of all calls against the executions in their cell give a line (`load.py`). Durations are
+  brought to the run's mean load, and slow down or speed up with a mode's load by that line.
+- *Training*: seconds of micro-steps per batch. *Times* of switches, refits, pulls, commits and assessments: means.
+
+It holds where a cell is a unit of hardware, as on a cluster; on one machine give each cell a fixed share of the
+processor (`benchmarks/modes.py` does), or a mode that trains more slows its rollouts in a way that no event shows.
 
 Two recorded runs of the demo (elastic, 3 cells on two processors), measured and simulated:
 

@@ -1,8 +1,9 @@
 """A setup calibrated on a recorded run: a pure fold over its events.
 
-Invariant: only what the run itself published is used: durations of its training executions by group, seconds of
-micro-steps, switches, refits and commits, and its run file. Stops and deaths are not modelled: a run that was resumed
-or lost a cell is measured as it was, and simulated as if it had not been.
+Invariant: only what the run itself published is used: the time of its training executions, divided into model calls
+and everything else; how calls slow down with the executions in their cell (load.py); seconds of micro-steps, pulls,
+switches, refits and commits; and its run file. Durations are what they would have been at the run's mean load. Stops
+and deaths are not modelled: a run that was resumed or lost a cell is measured as it was, simulated as if it had not.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from shared import events as ev
 from shared.config import from_plain
 from simulator.files import BadSetup, of_run_file
+from simulator.load import Call, Law, Presence, fit_law
 from simulator.setup import Setup
 from simulator.workloads import of_records
 
@@ -27,7 +29,10 @@ class Recording:
     capacity: int = 0
     group_of: dict[str, str] = field(default_factory=dict)
     placed: dict[str, float] = field(default_factory=dict)
-    lives: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    lives: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))  # group -> execution
+    where: dict[str, int] = field(default_factory=dict)  # every placed execution, also of evaluations
+    presence: dict[int, Presence] = field(default_factory=lambda: defaultdict(Presence))
+    calls: list[Call] = field(default_factory=list)
     last_finish: dict[str, float] = field(default_factory=dict)
     assess: list[float] = field(default_factory=list)
     trained: dict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -42,6 +47,7 @@ class Recording:
     to_rollout: list[float] = field(default_factory=list)
     refit_at: dict[int, float] = field(default_factory=dict)
     refit: list[float] = field(default_factory=list)
+    pulls: list[float] = field(default_factory=list)
 
     def apply(self, event: ev.Event, now: float) -> None:
         handler = _HANDLERS.get(type(event))
@@ -57,7 +63,8 @@ class Recording:
             raise BadSetup("the run has no committed training step yet: nothing to calibrate on")
         base = of_run_file(from_plain(self.started.config))
         steps = len(self.committed_at)
-        groups = [[s / HOUR for s in lives] for _, lives in sorted(self.lives.items())]
+        law = fit_law(self.calls)
+        groups, model_share = self._at_mean_load(law)
         parts = sum(self.micro_steps.values()) / max(1, len(self.micro_steps)) / base.groups
         return replace(
             base,
@@ -65,12 +72,37 @@ class Recording:
             capacity=self.capacity or base.capacity,
             durations=of_records(groups, in_order=True),
             train_work_h=sum(self.trained.values()) / HOUR / steps,
+            load_share=law.share * model_share,
+            load_at=law.at,
             parts=max(1, round(parts)),
             commit_s=_mean(self.commit),
             assess_s=_mean(self.assess),
-            to_training_s=_mean(self.to_training),
+            to_training_s=_mean(self.to_training) + _mean(self.pulls),
             to_rollout_s=_mean(self.to_rollout or self.refit),
+            refit_s=_mean(self.refit or self.to_rollout),
+            pull_s=_mean(self.pulls),
         )
+
+    def _at_mean_load(self, law: Law) -> tuple[list[list[float]], float]:
+        """Hours of the executions by group, in dispatch order, and the share of model calls in them, both as they would
+        have been at the mean load. Calls that overlap (sub-agents) share their execution's time."""
+        took: dict[str, float] = defaultdict(float)
+        at_mean: dict[str, float] = defaultdict(float)
+        for call in self.calls:
+            took[call.execution] += call.seconds
+            at_mean[call.execution] += call.seconds * law.stretch(call.load)
+        groups: list[list[float]] = []
+        model = 0.0
+        for _, lives in sorted(self.lives.items()):
+            hours = []
+            for execution, life in sorted(lives.items()):
+                inside = min(life, took[execution])
+                scaled = inside * (at_mean[execution] / took[execution] if took[execution] else 1.0)
+                model += scaled / HOUR
+                hours.append((life - inside + scaled) / HOUR)
+            groups.append(hours)
+        whole = sum(map(sum, groups))
+        return groups, model / whole if whole else 0.0
 
 
 def _mean(values: list[float]) -> float:
@@ -97,12 +129,30 @@ def _dispatched(r: Recording, e: ev.ExecutionDispatched, now: float) -> None:
 
 def _placed(r: Recording, e: ev.ExecutionPlaced, now: float) -> None:
     r.placed[e.execution] = now
+    r.where[e.execution] = e.cell
+    r.presence[e.cell].change(now, 1)
+
+
+def _moved(r: Recording, e: ev.ExecutionMoved, now: float) -> None:
+    if e.execution in r.where:
+        r.presence[r.where[e.execution]].change(now, -1)
+        r.where[e.execution] = e.to_cell
+        r.presence[e.to_cell].change(now, 1)
+
+
+def _called(r: Recording, e: ev.ModelCallRecorded, now: float) -> None:
+    seconds = e.seconds - e.queued_s
+    if seconds > 0:
+        load = r.presence[e.cell].mean(now - seconds, now)
+        r.calls.append(Call(e.execution, seconds, len(e.output_ids) // 4, load))
 
 
 def _finished(r: Recording, e: ev.ExecutionFinished, now: float) -> None:
+    if e.execution in r.where:
+        r.presence[r.where.pop(e.execution)].change(now, -1)
     if e.execution in r.group_of and e.execution in r.placed:
         group = r.group_of.pop(e.execution)
-        r.lives[group].append(now - r.placed.pop(e.execution))
+        r.lives[group][e.execution] = now - r.placed.pop(e.execution)
         r.last_finish[group] = now
 
 
@@ -141,6 +191,11 @@ def _role(r: Recording, e: ev.CellRoleChanged, now: float) -> None:
     times.append(now - r.ordered.pop(e.cell))
 
 
+def _joined(r: Recording, e: ev.CellJoinedBatch, now: float) -> None:
+    if e.cell:
+        r.pulls.append(e.pull_seconds)
+
+
 def _refit_ordered(r: Recording, e: ev.RefitOrdered, now: float) -> None:
     r.refit_at[e.cell] = now
 
@@ -156,6 +211,9 @@ _HANDLERS: dict[type[ev.Event], Callable[[Recording, Any, float], None]] = {
     ev.CellEngineReady: _engine,
     ev.ExecutionDispatched: _dispatched,
     ev.ExecutionPlaced: _placed,
+    ev.ExecutionMoved: _moved,
+    ev.ModelCallRecorded: _called,
+    ev.CellJoinedBatch: _joined,
     ev.ExecutionFinished: _finished,
     ev.GroupReady: _ready,
     ev.MicroStepTrained: _trained,

@@ -38,6 +38,8 @@ class Setup:
     supply_hold_s: float = 60.0
     to_training_s: float = 8.52
     to_rollout_s: float = 3.46
+    refit_s: float = 3.46  # new weights into an engine that serves
+    pull_s: float = 3.46  # new weights into a satellite that stays in training
     commit_s: float = 20.0
     assess_s: float = 60.0
     parts: int = 16  # micro-steps per group

@@ -107,23 +107,49 @@ def compare(name: str, setup: Setup, staleness: float, modes: Sequence[str], see
     return plain
 
 
-def compare_recorded(name: str, recording: Recording, modes: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
-    """A recorded run against its own simulation, and what the other modes would have done at the same staleness."""
+def compare_recorded(
+    name: str, recording: Recording, modes: Sequence[str], seeds: Sequence[int], changes: dict[str, Any]
+) -> dict[str, Any]:
+    """A recorded run against its own simulation, and what other schedules would have done on the same machine.
+
+    The run's own mode is simulated as it ran; another mode with the schedule of the same mean staleness (its batches
+    as in the paper: streamed by elastic and lookahead only). `changes`: fields of Setup that are to be as given
+    (mu, phi, async_cells, streamed); they hold for every mode asked for."""
     setup = recording.setup()
-    own = mean(run(setup, seeds))
-    plain = compare(name, setup, setup.staleness, modes, seeds)
+    own = run(setup, seeds)
+    rows = {}
+    for mode in modes:
+        scheduled = setup if mode == setup.mode else schedule(setup, mode, setup.staleness)
+        scheduled = replace(scheduled, **changes)
+        if mode == "async" and "async_cells" not in changes and mode != setup.mode:
+            scheduled = replace(scheduled, async_cells=best_split(scheduled, seeds[0]))
+        m = mean(run(scheduled, seeds), scheduled.async_cells if mode == "async" else 0)
+        shown = {"mu": scheduled.mu, "phi": scheduled.phi, "streamed": scheduled.streamed}
+        rows[mode] = m.plain() | {"seconds_total": round(3600 * m.hours_total, 2)} | shown
     measured = recording.hours_per_step
-    plain["measured"] = {
-        "mode": setup.mode,
-        "hours_per_step": measured,
-        "mean_staleness": round(sum(recording.staleness) / len(recording.staleness), 5),
-        "simulated_hours_per_step": round(own.hours_per_step, 7),
-        "simulated_staleness": round(own.mean_staleness, 5),
-        "error_percent": round(100 * (own.hours_per_step / measured - 1), 2),
+    simulated = mean(own)
+    names = (
+        "steps", "capacity", "train_work_h", "load_share", "load_at", "parts", "commit_s", "assess_s", "to_training_s",
+        "to_rollout_s", "refit_s", "pull_s",
+    )  # fmt: skip
+    return {
+        "preset": name,
+        "staleness": setup.staleness,
+        "seeds": len(seeds),
+        "modes": rows,
+        "floor_hours_per_step": round(floor_hours(setup, setup.staleness), 7),
+        "measured": {
+            "mode": setup.mode,
+            "hours_per_step": round(measured, 7),
+            "seconds_total": round(3600 * measured * setup.steps, 2),
+            "mean_staleness": round(sum(recording.staleness) / len(recording.staleness), 5),
+            "simulated_seconds_total": round(3600 * simulated.hours_total, 2),
+            "simulated_hours_per_step": round(simulated.hours_per_step, 7),
+            "simulated_staleness": round(simulated.mean_staleness, 5),
+            "error_percent": round(100 * (simulated.hours_per_step / measured - 1), 2),
+        },
+        "calibration": {key: round(float(getattr(setup, key)), 6) for key in names},
     }
-    names = ("steps", "train_work_h", "parts", "commit_s", "assess_s", "to_training_s", "to_rollout_s", "capacity")
-    plain["calibration"] = {key: round(float(getattr(setup, key)), 6) for key in names}
-    return plain
 
 
 def published_rows(p: Preset, results: dict[float, dict[str, Any]]) -> list[dict[str, Any]]:

@@ -200,7 +200,7 @@ class World:
         self._opened, self._assigned, self._listed = event, [], []
         for cell in self.cells[: self.core.state.training]:
             if cell.role in (JOINING, TRAINING):
-                self._at(self.setup.to_rollout_s if cell.index else 0.0, self._join, cell)
+                self._at(self.setup.pull_s if cell.index else 0.0, self._join, cell)
         self._assign()
 
     def _assign(self) -> None:
@@ -268,7 +268,7 @@ class World:
             self._at(self.setup.to_rollout_s, self._refitted, cell, event.version)
 
     def _on_refit(self, event: ev.RefitOrdered) -> None:
-        self._at(self.setup.to_rollout_s, self._refitted, self.cells[event.cell], event.version)
+        self._at(self.setup.refit_s, self._refitted, self.cells[event.cell], event.version)
 
     def _refitted(self, cell: SimCell, version: int) -> None:
         cell.version = version
