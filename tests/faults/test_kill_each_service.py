@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shared import events as ev
-from tests.faults.live_run import LiveRun, books_balance, live_run, trained_once
+from tests.faults.live_run import LiveRun, books_balance, live_run
 
 
 @pytest.mark.e2e
@@ -30,31 +30,6 @@ async def test_each_service_is_killed_once(tmp_path: Path) -> None:
         died = [e for e in run.seen if isinstance(e, ev.ServiceDied)]
         assert all(e.will_restart for e in died)
     books_balance(summary, steps=3, batch=12, evaluated=8)
-
-
-@pytest.mark.e2e
-@pytest.mark.timeout(600)
-async def test_cells_and_server_are_killed(tmp_path: Path) -> None:
-    """A satellite's agent, the bus, the core's trainer and the core's agent, each once, during training."""
-    opened = lambda e: isinstance(e, ev.BatchOpened)  # noqa: E731
-    async with live_run(tmp_path, **{"training.steps": 10}) as run:
-        await run.until(opened)
-        run.kill("serve", "cell-agent", "--cell 1")
-        await run.until(opened)
-        run.note_family()
-        run.kill("nats-server")
-        await run.until(opened)
-        run.kill("trainer.worker", "--cell 0")
-        await run.until(lambda e: isinstance(e, ev.CellTrainerReady) and e.cell == 0)
-        await run.until(lambda e: isinstance(e, ev.BatchCommitted))
-        run.kill("serve", "cell-agent", "--cell 0")
-        await run.until(lambda e: isinstance(e, ev.CellEngineReady) and e.cell == 0)
-        run.note_family()
-        summary = await run.end()
-        async for event in history(run):
-            run.seen.append(event)
-    books_balance(summary, steps=10, batch=12, evaluated=8)
-    trained_once(run.seen)
 
 
 async def history(run: LiveRun) -> AsyncIterator[ev.Event]:

@@ -11,15 +11,15 @@ from tests.faults.matrix import Case
 
 SHORT = (
     "adopting/source-engine/kill",
-    "reducing/source-trainer/kill",
-    "cut/scheduler/kill",
-    "trained/nats-server/kill",
+    "joined/source-agent/kill",
+    "drained/core-trainer/kill",
+    "cut/nats-server/kill",
 )
 
 
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
 async def test_the_books_are_right_after_four_strikes(tmp_path: Path) -> None:
-    result = await run_cases(tmp_path, [Case.of(name) for name in SHORT], cells=2)
+    result = await run_cases(tmp_path, [Case.of(name) for name in SHORT])
     assert not result.problems, result
     assert [s.outcome for s in result.strikes] == ["struck"] * len(SHORT), result.strikes
