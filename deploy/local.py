@@ -149,7 +149,7 @@ class LocalRun:
             if self.server.process.poll() is not None:
                 try:
                     self.server = start_server(self.folder / "nats", port=self.server.port)
-                except NatsServerFailed as error:
+                except (NatsServerFailed, OSError) as error:
                     self.server_gone, self.failed = True, f"nats-server died and cannot be started again: {error}"
                     return
 
