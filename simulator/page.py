@@ -71,7 +71,10 @@ def render(
     one_cell: float,
 ) -> str:
     """`one_cell`: ratio of the 2.4T run against Async with one training cell."""
-    reading = text.READING.format(one_cell=one_cell, one_cell_error=100 * (one_cell * 75.42 / 134.55 - 1))
+    varied = table(("assumption instead", "what it mends", "what it breaks"), text.VARIED)
+    reading = text.READING.format(
+        one_cell=one_cell, one_cell_error=100 * (one_cell * 75.42 / 134.55 - 1), varied=varied
+    )
     parts = [text.HEAD.format(seeds=seeds), _published_table(results), reading]
     parts += [text.LOOKAHEAD, _lookahead_table(results), text.FLOOR]
     parts += [text.ABLATION, _ablation_table(rows), text.ABLATION_READING]

@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from simulator.presets import general_schedule
+from simulator.presets import general_schedule, schedule
 from simulator.setup import Setup
-from simulator.study import floor_hours
+from simulator.study import best_split, floor_hours
 from simulator.workloads import Durations
 from simulator.world import World
 
@@ -116,6 +116,10 @@ def plan(wish: Wish) -> dict[str, Any]:
     mu, phi = general_schedule("lookahead", wish.staleness)
     ahead = World(replace(best, mode="lookahead", mu=mu, phi=phi)).run()
     floor = floor_hours(best, wish.staleness)
+    split = schedule(best, "async", wish.staleness)
+    split = replace(split, async_cells=best_split(split, best.seed))
+    fixed = World(split).run().hours_per_step
+    colocated = World(schedule(best, "colocate", wish.staleness)).run().hours_per_step
     return {
         "gpus": wish.gpus,
         "gpu": wish.gpu,
@@ -129,10 +133,17 @@ def plan(wish: Wish) -> dict[str, Any]:
         "phi": best.phi,
         "hours_per_step": round(result.hours_per_step, 5),
         "lookahead_hours_per_step": round(ahead.hours_per_step, 5),
+        "async_hours_per_step": round(fixed, 5),
+        "async_training_cells": split.async_cells,
+        "colocate_hours_per_step": round(colocated, 5),
         "floor_hours_per_step": round(floor, 5),
         "rollout_idle": round(result.rollout_idle, 4),
         "train_idle": round(result.train_idle, 4),
         "limited_by": limits(best, result.hours_per_step, floor),
+        "run_file": (
+            f"cells: {{count: {best.cells}, capacity: {best.capacity}}}, scheduler: {{mode: elastic, mu: {best.mu}, "
+            f"phi: {best.phi:g}, groups_per_batch: {best.groups}, executions_per_group: {best.executions}}}"
+        ),
         "alternatives": [
             {"cells": s.cells, "mu": s.mu, "phi": s.phi, "hours_per_step": round(r.hours_per_step, 5)}
             for r, s in tried[1:6]
