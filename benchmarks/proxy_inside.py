@@ -1,8 +1,9 @@
 """The proxy's own work without sockets: core, matching, encoding, recording, on a counterpart that is no engine.
 
-`python -m benchmarks.proxy_inside curve` plays executions of 100, 200, 400 and 800 calls (2,000 new tokens each) and
-prints CPU seconds by part; `fuzz N` sends N malformed bodies through the whole application and counts the answers;
-`memory` records one execution of a million tokens. Every figure is measured in the run that prints it.
+`python -m benchmarks.proxy_inside curve [--json]` plays executions of 100, 200, 400, 500 and 800 calls (2,000 new
+tokens each) and prints CPU seconds: `reading_s` is JSON and dialect, `working_s` matching, encoding, recording and
+putting the engine's ids together, `tokenizer_s` what the tokenizer library alone takes for the same texts. `memory`
+gives what one live execution of a million recorded tokens holds: its tree, ids, latest body and messages.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import argparse
 import asyncio
 import collections
 import gc
-import json
 import random
 import resource
 import tempfile
@@ -22,6 +22,7 @@ from typing import Any
 
 import orjson
 
+from benchmarks.proxy_world import conditions, shown
 from services.proxy import rendering
 from services.proxy.app import ProxyApp
 from services.proxy.bodies import Bodies
@@ -34,6 +35,7 @@ from services.proxy.prompts import Prompts
 from services.proxy.recorder import Recorder
 from services.proxy.settling import Settling
 from services.proxy.takeover import Takeover
+from services.proxy.tokenizer import load_tokenizer
 from services.proxy.watch import Watch
 from shared.codec import encode
 from shared.events import (
@@ -48,19 +50,21 @@ from shared.events import (
 from tests.proxy.support import TEXT, TOOLS, hash_of, make_tokenizer
 
 WORDS = tuple(TEXT.split())
+WORDS_PER_RESULT = 1750  # with call and scaffolding 2,000 tokens
 
 
 class ScriptedEngineClient:
     """NOT an engine: gives every call the same 100 tokens, log-probability -0.5."""
 
     def __init__(self, ids: list[int]) -> None:
-        self.ids = ids
+        self.ids, self.sent = ids, 0
 
     async def generate(self, generation: Any, *_: Any) -> None:
         count = min(len(self.ids), generation.limit)
         generation.ids += self.ids[:count]
         generation.logprobs += [-0.5] * count
         generation.finish, generation.cell = "stop", 0
+        self.sent = len(b"".join(generation.prompt))
 
 
 class Inside:
@@ -68,6 +72,7 @@ class Inside:
 
     def __init__(self, folder: Path, context: int) -> None:
         tokenizer = make_tokenizer(folder)
+        self.tokenizer = load_tokenizer(str(folder))
         said = '<tool_call>\n{"name": "bash", "arguments": {"command": "run the test"}}\n</tool_call>'
         text = " ".join(random.Random(0).choices(WORDS, k=60)) + said + "<|im_end|>"
         self.core, self.watch = ProxyCore(), Watch()
@@ -121,13 +126,15 @@ def cpu() -> float:
 
 
 async def play(inside: Inside, name: str, calls: int) -> dict[str, float]:
-    """One execution; CPU seconds of reading bodies (JSON and dialect) and of everything behind it."""
+    """One execution; CPU seconds of reading bodies (JSON and dialect), of everything behind it, and of the tokenizer
+    library alone for the same new texts."""
     execution = inside.execution(name, name)
     rng = random.Random(1)
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "write the file"}]
+    messages = [orjson.dumps({"role": "user", "content": "write the file"})]
+    results = []
     reading = working = 0.0
     for _ in range(calls):
-        body = orjson.dumps({"model": "m", "messages": messages, "tools": TOOLS})
+        body = b'{"model":"m","tools":%b,"messages":[%b]}' % (orjson.dumps(TOOLS), b",".join(messages))
         begun = cpu()
         request = inside.bodies.read(name, openai_chat, body, {})
         read = cpu()
@@ -137,25 +144,41 @@ async def play(inside: Inside, name: str, calls: int) -> dict[str, float]:
         working += cpu() - read
         reading += read - begun
         message = orjson.loads(openai_chat.reply(request, reply))["choices"][0]["message"]
-        messages.append(message)
+        messages.append(orjson.dumps(message))
         for made in message.get("tool_calls", []):
-            result = " ".join(rng.choices(WORDS, k=1300))
-            messages.append({"role": "tool", "tool_call_id": made["id"], "content": result})
+            results.append(" ".join(rng.choices(WORDS, k=WORDS_PER_RESULT)))
+            wire = {"role": "tool", "tool_call_id": made["id"], "content": results[-1]}
+            messages.append(orjson.dumps(wire))
     tokens = sum(len(n.input_ids) + len(n.output_ids) for n in execution.contexts.tree.nodes.values())
-    return {"calls": calls, "tokens": tokens, "reading_s": reading, "working_s": working}
+    begun = cpu()
+    for result in results:
+        inside.tokenizer.encode(result, add_special_tokens=False)
+    return {
+        "calls": calls,
+        "tokens": tokens,
+        "working_s": round(working, 3),
+        "reading_s": round(reading, 3),
+        "tokenizer_s": round(cpu() - begun, 3),
+        "us_per_token": round((working + reading) / tokens * 1e6, 3),
+    }
 
 
-async def curve() -> None:
+async def curve() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         inside = Inside(Path(folder), 4_000_000)
         await play(inside, "g000000x00", 20)  # warm
-        print(f"{'calls':>6} {'tokens':>9} {'matching+encoding+recording, CPU s':>36} {'JSON+dialect, CPU s':>20}")
-        for number, calls in enumerate((100, 200, 400, 500, 800), 1):
-            row = await play(inside, f"g00000{number}x00", calls)
-            print(f"{row['calls']:>6} {row['tokens']:>9} {row['working_s']:>36.3f} {row['reading_s']:>20.3f}")
+        rows = [await play(inside, f"g00000{n}x00", calls) for n, calls in enumerate((100, 200, 400, 500, 800), 1)]
+    million = next(row for row in rows if row["calls"] == 500)
+    return {
+        "cpu_s_500_calls": round(million["working_s"] + million["reading_s"], 3),
+        "tokens_500_calls": million["tokens"],
+        "cost_per_token_800_over_100": round(rows[-1]["us_per_token"] / rows[0]["us_per_token"], 2),
+        "curve": rows,
+        **conditions(),
+    }
 
 
-async def memory() -> None:
+async def memory() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         inside = Inside(Path(folder), 4_000_000)
         await play(inside, "g000000x00", 20)
@@ -168,8 +191,13 @@ async def memory() -> None:
         again = await play(inside, "g000002x00", 500)
         gc.collect()
         live = tracemalloc.get_traced_memory()[0] / 2**20
-        print(f"one execution of {row['tokens']:.0f} recorded tokens: the process grew by {grown:.1f} MB")
-        print(f"one more of {again['tokens']:.0f}: {live:.1f} MB are in use for it")
+    return {
+        "memory_mb_per_million_tokens": round(live / again["tokens"] * 1e6, 1),
+        "in_use_mb": round(live, 1),
+        "process_grew_mb": round(grown, 1),
+        "tokens": row["tokens"],
+        **conditions(),
+    }
 
 
 def resident() -> int:
@@ -177,179 +205,12 @@ def resident() -> int:
     return pages * resource.getpagesize()
 
 
-# ------------------------------------------------------------------------------------------------------------ fuzzing
-
-SEEDS: list[tuple[str, dict[str, Any]]] = [
-    (
-        "/v1/chat/completions",
-        {
-            "model": "m",
-            "messages": [
-                {"role": "system", "content": "s"},
-                {"role": "user", "content": [{"type": "text", "text": "x"}]},
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "tool_calls": [
-                        {"id": "call_a1c0001t0", "type": "function", "function": {"name": "bash", "arguments": "{}"}}
-                    ],
-                },
-                {"role": "tool", "tool_call_id": "call_a1c0001t0", "content": "ok"},
-            ],
-            "tools": TOOLS,
-            "stop": ["x"],
-            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}},
-            "tool_choice": "auto",
-            "max_tokens": 5,
-            "stream": False,
-        },
-    ),
-    (
-        "/v1/messages",
-        {
-            "model": "m",
-            "max_tokens": 5,
-            "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
-            "messages": [
-                {"role": "user", "content": "x"},
-                {
-                    "role": "assistant",
-                    "content": [
-                        {"type": "thinking", "thinking": "t", "signature": "s"},
-                        {"type": "tool_use", "id": "toolu_a1c0001t0", "name": "bash", "input": {"a": 1}},
-                    ],
-                },
-                {
-                    "role": "user",
-                    "content": [{"type": "tool_result", "tool_use_id": "toolu_a1c0001t0", "content": "r"}],
-                },
-            ],
-            "tools": [{"name": "bash", "description": "d", "input_schema": {"type": "object"}}],
-            "stop_sequences": ["x"],
-            "output_config": {"format": {"type": "json_schema", "schema": {}}},
-        },
-    ),
-    (
-        "/v1/responses",
-        {
-            "model": "m",
-            "instructions": "s",
-            "input": [
-                {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]},
-                {"type": "reasoning", "summary": [{"type": "summary_text", "text": "t"}]},
-                {"type": "function_call", "call_id": "call_a1c0001t0", "name": "bash", "arguments": "{}"},
-                {"type": "function_call_output", "call_id": "call_a1c0001t0", "output": "ok"},
-            ],
-            "tools": [
-                {"type": "function", "name": "bash", "parameters": {}},
-                {"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": "p"}]},
-            ],
-            "text": {"format": {"type": "text"}},
-            "max_output_tokens": 5,
-        },
-    ),
-]
-ODD: list[Any] = [
-    None,
-    True,
-    0,
-    -1,
-    1.5,
-    10**30,
-    "",
-    "x",
-    "\ud800",
-    [],
-    {},
-    [[]],
-    {"type": None},
-    {"a": [{}]},
-    "😀" * 9,
-]
-
-
-def mutated(rng: random.Random, value: Any) -> Any:
-    """`value` with one place replaced, removed, doubled or renamed."""
-    if isinstance(value, dict) and value and rng.random() < 0.85:
-        key = rng.choice(list(value))
-        what = rng.random()
-        if what < 0.1:
-            return {k: v for k, v in value.items() if k != key}
-        if what < 0.15:
-            return {(k + "x" if k == key else k): v for k, v in value.items()}
-        return {k: (mutated(rng, v) if k == key else v) for k, v in value.items()}
-    if isinstance(value, list) and value and rng.random() < 0.85:
-        at = rng.randrange(len(value))
-        if rng.random() < 0.15:
-            return value[:at] + value[at : at + 1] * 2 + value[at + 1 :]
-        return [mutated(rng, v) if i == at else v for i, v in enumerate(value)]
-    return rng.choice(ODD)
-
-
-def damaged(rng: random.Random) -> tuple[str, bytes]:
-    path, body = rng.choice(SEEDS)
-    for _ in range(rng.choice((1, 1, 2, 4))):
-        body = mutated(rng, body)
-    data = json.dumps(body).encode("utf-8", "surrogatepass")
-    if rng.random() < 0.1:
-        at = rng.randrange(len(data) or 1)
-        data = data[:at] + bytes(rng.randrange(256) for _ in range(rng.randrange(4))) + data[at + rng.randrange(3) :]
-    return path, data
-
-
-async def ask(app: Any, path: str, data: bytes) -> tuple[int, bytes]:
-    """One POST straight into the application."""
-    sent: list[Any] = []
-    body = [{"type": "http.request", "body": data, "more_body": False}]
-
-    async def receive() -> Any:
-        if body:
-            return body.pop()
-        await asyncio.Event().wait()
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    headers = [(b"authorization", b"Bearer key"), (b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": headers}
-    scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "server": ("x", 1), "client": ("x", 1)}
-    await app(scope, receive, send)
-    return sent[0]["status"], b"".join(m.get("body", b"") for m in sent[1:])
-
-
-async def fuzz(count: int, seed: int = 0) -> collections.Counter[int]:
-    rng = random.Random(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        inside = Inside(Path(folder), 100_000)
-        inside.execution("g000001x00", "key")
-        app = inside.app.asgi()
-        answers: collections.Counter[int] = collections.Counter()
-        for _ in range(count):
-            path, data = damaged(rng)
-            status, text = await ask(app, path, data)
-            answers[status] += 1
-            if status == 500 or b'"internal_error"' in text or b'"api_error"' in text:
-                raise AssertionError(f"{path} answered {status} {text[:300]!r} to {data[:2000]!r}")
-        nodes = inside.core.executions["g000001x00"].contexts.tree.nodes
-        if inside.records != len(nodes) or answers[200] != inside.records:
-            raise AssertionError(f"{answers[200]} replies, {inside.records} records, {len(nodes)} nodes")
-        return answers
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("curve", "memory", "fuzz"))
-    parser.add_argument("count", nargs="?", type=int, default=100_000)
-    arguments = parser.parse_args()
-    if arguments.what == "curve":
-        asyncio.run(curve())
-    elif arguments.what == "memory":
-        asyncio.run(memory())
-    else:
-        begun = time.monotonic()
-        answers = asyncio.run(fuzz(arguments.count))
-        shown = ", ".join(f"{status}: {count}" for status, count in sorted(answers.items()))
-        print(f"{arguments.count} malformed bodies in {time.monotonic() - begun:.0f} s, answers {shown}; no 500")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("curve", "memory"))
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    shown(asyncio.run(curve() if options.what == "curve" else memory()), options.json)
 
 
 if __name__ == "__main__":

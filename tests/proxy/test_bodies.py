@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.proxy_inside import SEEDS, damaged, mutated
+from benchmarks.proxy_fuzz import SEEDS, damaged, mutated
 from services.proxy import bodies as bodies_module
 from services.proxy.bodies import Bodies, decode_json
 from services.proxy.dialects import anthropic, openai_chat, openai_responses

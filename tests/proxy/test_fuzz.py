@@ -1,6 +1,6 @@
 """Malformed bodies: each gets an answer of its dialect, none a 500, and each reply has exactly one record.
 
-The long run (100,000 bodies) is `python -m benchmarks.proxy_inside fuzz 100000`."""
+The long run (100,000 bodies) is `python -m benchmarks.proxy_fuzz 100000`."""
 
 import random
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.proxy_inside import SEEDS, damaged, fuzz, mutated
+from benchmarks.proxy_fuzz import SEEDS, damaged, fuzz, mutated
 from services.proxy.bodies import decode_json
 from services.proxy.dialects import anthropic, openai_chat, openai_responses
 from services.proxy.dialects.base import ApiError, Request
