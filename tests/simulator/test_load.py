@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from shared import events as ev
 from shared.events import Sampling
 from simulator.load import Call, Presence, fit_law
+from simulator.presets import schedule
 from simulator.recorded import Recording
+from simulator.setup import Setup
+from simulator.workloads import Durations
+from simulator.world import World
 
 
 def test_the_line_is_found_through_noise() -> None:
@@ -89,3 +95,55 @@ def test_durations_are_brought_to_the_mean_load() -> None:
     assert share == pytest.approx(1.0)
     work = 100 * law.per_execution * law.at
     assert [hours * 3600 for group in groups for hours in group] == pytest.approx([work] * 3, rel=0.01)
+
+
+LOADED = Setup(
+    mode="elastic", mu=3, phi=0.5, steps=12, cells=4, capacity=16, groups=4, executions=6,
+    durations=Durations(0.01, 0.3, 0.6, 0.05), train_work_h=0.01, to_training_s=2.0, to_rollout_s=2.0, refit_s=1.0,
+    pull_s=0.2, commit_s=0.5, assess_s=0.5, supply_fraction=0.25, supply_hold_s=0.3, parts=2, load_share=0.5,
+    load_at=10.0,
+)  # fmt: skip
+
+
+def _recorded(setup: Setup) -> Recording:
+    """A simulated run with the calls that a proxy would have recorded: one for each stay of an execution in a cell."""
+    recording = Recording()
+    stays: dict[str, tuple[int, float]] = {}
+
+    def call(name: str, now: float) -> None:
+        cell, since = stays[name]
+        load = recording.presence[cell].mean(since, now)
+        done = (now - since) / (1 - setup.load_share + setup.load_share * load / setup.load_at)
+        recording.apply(
+            ev.ModelCallRecorded(
+                call=name, execution=name, attempt=1, cell=cell, parent="", keep=-1, call_class="main_task",
+                input_ids=b"", output_ids=bytes(4 * round(100 * done)), output_logprobs=b"", versions=(),
+                finish_reason="stop", sampling=Sampling(), seconds=now - since,
+            ),
+            now,
+        )  # fmt: skip
+
+    def watch(event: Any, now: float) -> None:
+        if isinstance(event, ev.ExecutionMoved | ev.ExecutionFinished):
+            call(event.execution, now)
+        recording.apply(event, now)
+        if isinstance(event, ev.ExecutionPlaced):
+            stays[event.execution] = (event.cell, now)
+        elif isinstance(event, ev.ExecutionMoved):
+            stays[event.execution] = (event.to_cell, now)
+
+    World(setup, watch=watch).run()
+    return recording
+
+
+@pytest.mark.parametrize(
+    ("mode", "changes"),
+    [("elastic", {}), ("async", {"async_cells": 1}), ("async", {"async_cells": 2}), ("colocate", {})],
+)
+def test_other_modes_come_out_of_one_recorded_run(mode: str, changes: dict[str, Any]) -> None:
+    """Calibrated on elastic alone, every mode comes within 10 % of what the machine, here the true setup, would do."""
+    recorded = _recorded(LOADED).setup()
+    assert recorded.load_share == pytest.approx(0.5, abs=0.15)
+    truth = World(replace(schedule(LOADED, mode, 1.5), **changes)).run()
+    told = World(replace(schedule(recorded, mode, 1.5), **changes)).run()
+    assert told.hours_total == pytest.approx(truth.hours_total, rel=0.1)
