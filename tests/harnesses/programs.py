@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.harnesses.world import ROOT, Ran, run_program
+from tests.harnesses.world import ROOT, Ran, calls_text, run_program
 
 VENVS = ROOT / ".venvs"
+
+
+@dataclass(frozen=True)
+class Harness:
+    """A program, the tool with which its agent runs a command, and how the policy ends the work."""
+
+    profile: str
+    run: Callable[..., Awaitable[Ran]]  # (url, task, folder)
+    tool: Callable[[str], tuple[str, dict[str, Any]]]
+    last: str = "all is done"
+
+    def says(self, *commands: str, text: str = "") -> str:
+        """A turn of the policy that runs commands."""
+        return calls_text(*map(self.tool, commands), text=text)
 
 
 def installed(name: str, program: str) -> Path:
@@ -85,3 +103,20 @@ async def qwen_code(url: str, task: str, folder: Path, *extra: str) -> Ran:
     program = installed("qwen-code", "node_modules/.bin/qwen")
     env = {"OPENAI_API_KEY": "secret", "OPENAI_BASE_URL": url + "/v1", "OPENAI_MODEL": "m"}
     return await run_program([str(program), "-p", task, "--yolo", "--auth-type", "openai", *extra], env, folder)
+
+
+SUBMIT = calls_text(("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && cat hello.txt"}))
+HARNESSES = {
+    "mini-swe-agent": Harness("mini-swe-agent", mini_swe_agent, lambda c: ("bash", {"command": c}), SUBMIT),
+    **{
+        name: Harness("claude-code", partial(claude_code, name), lambda c: ("Bash", {"command": c, "description": "x"}))
+        for name in ("claude-code-2.1.220", "claude-code-latest")
+    },
+    "codex": Harness("codex", codex, lambda c: ("exec_command", {"cmd": c})),
+    "opencode": Harness("opencode", opencode, lambda c: ("bash", {"command": c, "description": "x"})),
+    "qwen-code": Harness(
+        "qwen-code",
+        qwen_code,
+        lambda c: ("run_shell_command", {"command": c, "description": "x", "is_background": False}),
+    ),
+}

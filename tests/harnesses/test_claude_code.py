@@ -1,11 +1,9 @@
 """Claude Code, live, through the proxy on a scripted engine."""
 
-import asyncio
 import json
 
 import pytest
 
-from services.proxy.dialects.base import ApiError
 from services.proxy.generating import Generating
 from shared.events import Sampling
 from tests.harnesses.programs import claude_code
@@ -98,53 +96,6 @@ async def test_malformed_arguments(world, version):
     records = await check_exact(run, script)
     main = [r for r in records if r.call_class == "main_task"]
     assert (len(main), roots(main)) == (3, 1), [(r.call, r.parent, r.call_class, r.diverged) for r in records]
-
-
-async def test_error_and_retry(world, version, monkeypatch):
-    run, script, workspace = world
-    await start(run)
-    failed = []
-    original = Generating.run
-
-    async def failing(self, work, *arguments):
-        if len(failed) < 2:
-            failed.append(work)
-            raise ApiError(503, "unavailable", "no engine", retry_after=1)
-        return await original(self, work, *arguments)
-
-    monkeypatch.setattr(Generating, "run", failing)
-    script.policy = simple
-    ran = await claude_code(version, run.ready.url, "write hello.txt", workspace)
-    ended_well(ran)
-    records = await check_exact(run, script)
-    main = [r for r in records if r.call_class == "main_task"]
-    assert (len(failed), len(main), roots(main)) == (2, 2, 1)
-
-
-async def test_a_proxy_that_restarts_in_mid_call(world, version, monkeypatch):
-    run, script, workspace = world
-    await start(run)
-    reached = asyncio.Event()
-    original = Generating.run
-
-    async def slow(self, work, *arguments):
-        if not reached.is_set():
-            reached.set()
-            await asyncio.sleep(60)
-        return await original(self, work, *arguments)
-
-    monkeypatch.setattr(Generating, "run", slow)
-    script.policy = simple
-    running = asyncio.create_task(claude_code(version, run.ready.url, "write hello.txt", workspace))
-    await asyncio.wait({running, asyncio.create_task(reached.wait())}, return_when=asyncio.FIRST_COMPLETED, timeout=120)
-    url = run.ready.url
-    await run.stop_proxy()
-    await run.start_proxy()
-    assert run.ready.url == url
-    ended_well(await running)
-    records = await check_exact(run, script)
-    main = [r for r in records if r.call_class == "main_task"]
-    assert (len(main), roots(main)) == (2, 1)
 
 
 async def test_sub_agent(world, version):

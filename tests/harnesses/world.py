@@ -17,7 +17,10 @@ from typing import Any
 from aiohttp import web
 
 from services.cell_agent.engine.server import Engine, EngineSpec
+from services.proxy.dialects.base import Request
+from services.proxy.plans import Plans
 from shared.codec import unpack_ids
+from tests.harnesses import from_scratch
 from tests.proxy.support import World
 
 CONTEXT = 65_536
@@ -93,6 +96,17 @@ Policy = Callable[[Seen], str]
 
 
 @dataclass
+class Encode:
+    tokenizer: Any
+
+    def __call__(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+
+
+@dataclass
 class Script:
     """Answers the sampler in the engine: what the policy of the running test says to each prompt."""
 
@@ -102,6 +116,26 @@ class Script:
     prompts: dict[str, list[int]] = field(default_factory=dict)  # call id -> prompt of its first try
     said: dict[str, list[int]] = field(default_factory=dict)  # call id -> tokens of the whole turn
     problems: list[str] = field(default_factory=list)
+    asked: dict[str, Request] = field(default_factory=dict)  # call id -> what the harness sent
+
+    @property
+    def encode(self) -> Encode:
+        return Encode(self.tokenizer)
+
+    @property
+    def end(self) -> int:
+        return int(self.tokenizer.convert_tokens_to_ids(END))
+
+    def watch(self, plans: type[Plans]) -> Callable[..., Any]:
+        """In place of Plans.make: notes which request each call answers."""
+        original = plans.make
+
+        def make(this: Plans, execution: Any, request: Request, *rest: Any) -> Any:
+            plan = original(this, execution, request, *rest)
+            self.asked[plan.call] = request
+            return plan
+
+        return make
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
@@ -187,7 +221,8 @@ class Ran:
 
 async def run_program(command: list[str], env: dict[str, str], folder: Path, timeout_s: float = 200.0) -> Ran:
     """A harness program in `folder`, with an environment of its own and no terminal."""
-    base = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "TERM": "dumb", "HOME": str(folder.parent / "home")}
+    path = f"{os.environ['PATH']}:{ROOT}/.venvs/node/bin"  # where deploy/harnesses.sh puts Node.js if there is none
+    base = {"PATH": path, "LANG": "C.UTF-8", "TERM": "dumb", "HOME": str(folder.parent / "home")}
     (folder.parent / "home").mkdir(exist_ok=True)
     process = await asyncio.create_subprocess_exec(
         *command,
@@ -220,8 +255,9 @@ def calls_text(*calls: tuple[str, dict[str, Any]], text: str = "") -> str:
 
 
 async def check_exact(run: World, script: Script) -> list[Any]:
-    """Whatever the harness did: each generated token is in exactly one node, each prompt the engine got is what the
-    records alone give, and no prompt was encoded anew where it continues another. Returns the records in order."""
+    """Whatever the harness did: each generated token is in exactly one node, and each prompt the engine got is what the
+    records alone give, and what the conversation gives when it is written down from scratch. Returns the records in
+    order."""
     assert script.problems == []
     records = await run.records()
     ids: dict[str, list[int]] = {}
@@ -236,7 +272,21 @@ async def check_exact(run: World, script: Script) -> list[Any]:
         assert record.finish_reason != "stop" or output == script.said[record.call]
         assert len(record.output_logprobs) == len(record.output_ids)
         ids[record.call] = prompt + output
+    by_call = {r.call: r for r in records}
+    for record in records:
+        request = script.asked[record.call]
+        turns = from_scratch.lineage(by_call, record.call)
+        expected = from_scratch.prompt(request, turns, script.encode, script.end)
+        assert script.prompts[record.call] == expected, first_difference(script, record.call, expected)
     return records
+
+
+def first_difference(script: Script, call: str, expected: list[int]) -> str:
+    got = script.prompts[call]
+    at = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), min(len(got), len(expected)))
+    around = slice(max(0, at - 30), at + 30)
+    decode = script.tokenizer.decode
+    return f"{call} differs at {at}: got ...{decode(got[around])!r}, from scratch ...{decode(expected[around])!r}"
 
 
 def roots(records: list[Any]) -> int:
