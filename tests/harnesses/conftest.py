@@ -6,6 +6,7 @@ import pytest_asyncio
 
 from services.proxy import rendering
 from services.proxy.plans import Plans
+from tests import from_scratch
 from tests.harnesses.world import CONTEXT, Script, make_model, scripted_engine
 from tests.proxy.support import World
 
@@ -27,7 +28,7 @@ async def world(nats_url, fresh_run, tmp_path, stage, monkeypatch):
     script.policy, script.problems = (lambda _seen: "ok"), []
     for told in (script.prompts, script.said, script.asked):
         told.clear()
-    monkeypatch.setattr(Plans, "make", script.watch(Plans))
+    monkeypatch.setattr(Plans, "make", from_scratch.watch(script.asked))
     run = World(nats_url, fresh_run, tmp_path, model, CONTEXT)
     await run.begin()
     await run.cell(0, engine.url, version=0)

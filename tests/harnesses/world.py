@@ -18,9 +18,8 @@ from aiohttp import web
 
 from services.cell_agent.engine.server import Engine, EngineSpec
 from services.proxy.dialects.base import Request
-from services.proxy.plans import Plans
 from shared.codec import unpack_ids
-from tests.harnesses import from_scratch
+from tests import from_scratch
 from tests.proxy.support import World
 
 CONTEXT = 65_536
@@ -96,17 +95,6 @@ Policy = Callable[[Seen], str]
 
 
 @dataclass
-class Encode:
-    tokenizer: Any
-
-    def __call__(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
-
-    def decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
-
-
-@dataclass
 class Script:
     """Answers the sampler in the engine: what the policy of the running test says to each prompt."""
 
@@ -117,25 +105,6 @@ class Script:
     said: dict[str, list[int]] = field(default_factory=dict)  # call id -> tokens of the whole turn
     problems: list[str] = field(default_factory=list)
     asked: dict[str, Request] = field(default_factory=dict)  # call id -> what the harness sent
-
-    @property
-    def encode(self) -> Encode:
-        return Encode(self.tokenizer)
-
-    @property
-    def end(self) -> int:
-        return int(self.tokenizer.convert_tokens_to_ids(END))
-
-    def watch(self, plans: type[Plans]) -> Callable[..., Any]:
-        """In place of Plans.make: notes which request each call answers."""
-        original = plans.make
-
-        def make(this: Plans, execution: Any, request: Request, *rest: Any) -> Any:
-            plan = original(this, execution, request, *rest)
-            self.asked[plan.call] = request
-            return plan
-
-        return make
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
@@ -272,21 +241,8 @@ async def check_exact(run: World, script: Script) -> list[Any]:
         assert record.finish_reason != "stop" or output == script.said[record.call]
         assert len(record.output_logprobs) == len(record.output_ids)
         ids[record.call] = prompt + output
-    by_call = {r.call: r for r in records}
-    for record in records:
-        request = script.asked[record.call]
-        turns = from_scratch.lineage(by_call, record.call)
-        expected = from_scratch.prompt(request, turns, script.encode, script.end)
-        assert script.prompts[record.call] == expected, first_difference(script, record.call, expected)
+    from_scratch.check(records, script.asked, script.prompts, script.tokenizer)
     return records
-
-
-def first_difference(script: Script, call: str, expected: list[int]) -> str:
-    got = script.prompts[call]
-    at = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), min(len(got), len(expected)))
-    around = slice(max(0, at - 30), at + 30)
-    decode = script.tokenizer.decode
-    return f"{call} differs at {at}: got ...{decode(got[around])!r}, from scratch ...{decode(expected[around])!r}"
 
 
 def roots(records: list[Any]) -> int:

@@ -2,18 +2,21 @@
 written down from scratch in the model's format, with the policy's own turns replaced by exactly what it generated.
 
 Nothing here uses the proxy's matching, its renderer or its records' prompts; the format is written out below once
-more. The rule where it differs from a plain rendering of the transcript: a turn of the policy stands as it was
-generated (reasoning included, whatever spelling of its tool calls the harness sends back); a turn that the harness
-wrote or rewrote, and every turn of a line that begins anew, stands as the harness sent it.
+more. Where it differs from a plain rendering of the transcript, by design: a turn of the policy stands as it was
+generated (reasoning included, which templates strip from earlier turns, and its own spelling of tool calls, whatever
+the harness sends back); a turn that the harness wrote, and every turn of a line that begins anew, stands as sent.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from services.proxy import canonical
 from services.proxy.dialects.base import Message, Request, ToolCall
+from services.proxy.plans import Plans
 from shared.codec import unpack_ids
 from shared.events import ModelCallRecorded
 
@@ -33,8 +36,15 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 
 
-def prompt(request: Request, generated: list[list[int]], encode: Any, end: int) -> list[int]:
-    """Ids of the prompt. `generated`: the policy's turns on the way to this call, in order, each as its output ids;
+class Turn(NamedTuple):
+    """What the policy generated in a call, as far as it is continued."""
+
+    call: str
+    output: list[int]
+
+
+def prompt(request: Request, generated: list[Turn], encode: Any, end: int) -> list[int]:
+    """Ids of the prompt. `generated`: turns of the policy on the way to this call, in order.
     `encode`: text to ids; `end`: the id of END."""
     ids: list[int] = []
     text = _head(request)
@@ -43,7 +53,7 @@ def prompt(request: Request, generated: list[list[int]], encode: Any, end: int) 
     for place, message in enumerate(messages):
         if message.role == "assistant" and turns and _is(message, turns[0], encode):
             text += BEGINS
-            output = turns.pop(0)
+            output = turns.pop(0).output
             ids += encode(text) + output + ([] if output and output[-1] == end else [end])
             text = "\n"
         elif message.role == "assistant":
@@ -82,17 +92,18 @@ def _calls(calls: Iterable[ToolCall], text: str) -> str:
     return written
 
 
-def _is(message: Message, output: list[int], encode: Any) -> bool:
-    """Whether an assistant turn is what the policy said: as many calls, and the same text before them."""
-    said = encode.decode(output).replace(END, "")
-    text, *calls = said.split("<tool_call>")
-    same = "".join(text.split()) == "".join(message.text.split())
-    return (len(calls) == len(message.tool_calls) and same) or "".join(said.split()) == "".join(message.text.split())
+def _is(message: Message, turn: Turn, encode: Any) -> bool:
+    """Whether an assistant turn is that turn of the policy: it carries its tool-call ids, or without any its text."""
+    ids = [canonical.OUR_TOOL_ID.match(call.id) for call in message.tool_calls]
+    if any(ids):
+        return canonical.call_tag(turn.call) in [found[1] for found in ids if found]
+    said = encode.decode(turn.output).replace(END, "")
+    return not message.tool_calls and "".join(said.split()) == "".join(message.text.split())
 
 
-def lineage(records: dict[str, ModelCallRecorded], call: str) -> list[list[int]]:
-    """Outputs on the way from the root to `call`, each as far as it is continued; without that of `call`."""
-    turns: list[list[int]] = []
+def lineage(records: dict[str, ModelCallRecorded], call: str) -> list[Turn]:
+    """Turns on the way from the root to `call`, without that of `call`."""
+    turns: list[Turn] = []
     lengths = {}
     for name, record in records.items():  # in recording order, so parents come first
         inherited = (lengths[record.parent] if record.keep < 0 else record.keep) if record.parent else 0
@@ -102,6 +113,46 @@ def lineage(records: dict[str, ModelCallRecorded], call: str) -> list[list[int]]
         output = unpack_ids(parent.output_ids).tolist()
         if record.keep >= 0:
             output = output[: len(output) - (lengths[record.parent] - record.keep)]
-        turns.insert(0, output)
+        turns.insert(0, Turn(parent.call, output))
         call = record.parent
     return turns
+
+
+@dataclass
+class Encode:
+    """Text to ids and back, with the model's own tokenizer."""
+
+    tokenizer: Any
+
+    def __call__(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def watch(asked: dict[str, Request]) -> Callable[..., Any]:
+    """In place of Plans.make: notes which request each call answers."""
+    original = Plans.make
+
+    def make(self: Plans, execution: Any, request: Request, *rest: Any) -> Any:
+        plan = original(self, execution, request, *rest)
+        asked[plan.call] = request
+        return plan
+
+    return make
+
+
+def check(
+    records: list[ModelCallRecorded], asked: dict[str, Request], prompts: dict[str, list[int]], tokenizer: Any
+) -> None:
+    """Each prompt that the engine got (`prompts`, by call) is what its conversation gives from scratch."""
+    encode, by_call = Encode(tokenizer), {r.call: r for r in records}
+    end = int(tokenizer.convert_tokens_to_ids(END))
+    for call in by_call:
+        got, expected = prompts[call], prompt(asked[call], lineage(by_call, call), encode, end)
+        if got != expected:
+            at = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), len(expected))
+            around = slice(max(0, at - 30), at + 30)
+            texts = f"got ...{encode.decode(got[around])!r}, from scratch ...{encode.decode(expected[around])!r}"
+            raise AssertionError(f"{call} differs at {at}: {texts}")
