@@ -21,9 +21,11 @@ def finished(event: Event) -> bool:
 @pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
-async def test_two_cells_and_a_standalone_engine(tmp_path: Path) -> None:
-    options = {"cells.standalone": 1, "cells.kv_stale": "keep", "training.steps": 5}
-    async with live_run(tmp_path, **options) as run:
+@pytest.mark.parametrize("mode", ["elastic", "colocate"])
+async def test_two_cells_and_a_standalone_engine(tmp_path: Path, mode: str) -> None:
+    """In colocate both cells leave together, as soon as the standalone engine can hold what is left."""
+    keys = {"scheduler.mode": mode, "cells.standalone": 1, "cells.kv_stale": "keep", "training.steps": 5}
+    async with live_run(tmp_path, **keys) as run:
         await run.until(lambda e: isinstance(e, ev.CellRoleOrdered), 400.0)
         assert len(run.pids("services.cell_agent.receiver", f"--cell {STANDALONE}")) == 1
         assert len(run.pids("trainer.worker")) == 2

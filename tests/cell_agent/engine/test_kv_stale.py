@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from services.cell_agent.engine.kv_client import KvClient
-from services.cell_agent.engine.server import Engine, spec_of
+from services.cell_agent.engine.server import Engine, EngineFailed, spec_of
 from services.cell_agent.trainer import protocol
 from services.cell_agent.trainer.launcher import TrainerFailed, TrainerHandle, launch
 from services.cell_agent.transfer.mooncake import TransferSession
@@ -117,3 +117,12 @@ async def test_under_keep_a_live_call_goes_on_with_its_old_pages_and_new_calls_d
         session.close()
         await receiver.close()
         await engine.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+async def test_an_engine_that_cannot_tell_older_pages_from_fresh_does_not_start_under_keep(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    cells = CellsConfig(count=1, engine_tokens=4096, kv_stale="keep", engine_args=("--disable-radix-cache",))
+    with pytest.raises(EngineFailed, match=r"set cells\.kv_stale to drop"):
+        await Engine.start(spec_of(run_config(model, cells), 0, "cpu", SECRET), tmp_path / "engine.log")
