@@ -65,6 +65,7 @@ class Recording:
         steps = len(self.committed_at)
         law = fit_law(self.calls)
         groups, model_share = self._at_mean_load(law)
+        pull_s = _mean(self.pulls or self.refit or self.to_rollout)  # all of them read a snapshot of the weights
         parts = sum(self.micro_steps.values()) / max(1, len(self.micro_steps)) / base.groups
         return replace(
             base,
@@ -77,10 +78,10 @@ class Recording:
             parts=max(1, round(parts)),
             commit_s=_mean(self.commit),
             assess_s=_mean(self.assess),
-            to_training_s=_mean(self.to_training) + _mean(self.pulls),
+            to_training_s=_mean(self.to_training) + pull_s,
             to_rollout_s=_mean(self.to_rollout or self.refit),
             refit_s=_mean(self.refit or self.to_rollout),
-            pull_s=_mean(self.pulls),
+            pull_s=pull_s,
         )
 
     def _at_mean_load(self, law: Law) -> tuple[list[list[float]], float]:
