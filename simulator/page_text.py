@@ -230,8 +230,8 @@ the training phase; the machine was shared, load 15 to 30, so live times vary by
 | `modes.py`, elastic (3, 0.5), 3 cells, 6 steps | the async run | 156.4 | 150.3 | -3.9 % |
 
 The last two runs saw the machine under different load: executions of the same tasks took longer in the elastic one.
-In a test (`tests/simulator/test_load.py`), where the truth is known, elastic, async with two splits and colocate all come
-out of one elastic run within 10 %.
+In a test (`tests/simulator/test_load.py`), where the truth is known, elastic, async with two splits and colocate all
+come out of one elastic run within 10 %.
 """
 
 SCALE = """
