@@ -38,6 +38,8 @@ WORKER = "services.cell_agent.trainer.worker"
 RECEIVER = "services.cell_agent.receiver"
 LISTEN_S = 5.0
 SILENT_TIMES = 6  # in a row: counted, not timed, so that an agent that was stopped itself blames nobody
+AT_DISK = (protocol.Load, protocol.Save, protocol.Export)  # libraries may hold the interpreter for a whole file:
+AT_DISK_TIMES = 120  # so much patience then
 
 
 class TrainerError(Exception):
@@ -69,12 +71,12 @@ class TrainerExit:
     asked: bool
     returncodes: tuple[int | None, ...]
     log_tail: str
-    silent: bool = False  # killed because nothing was heard of them any more
+    silent_s: float = 0.0  # killed because nothing was heard of them for so long
 
     @property
     def how(self) -> str:
-        if self.silent:
-            return f"gave no sign of life for {LISTEN_S * SILENT_TIMES:.0f} s (stopped, or hung) and were killed"
+        if self.silent_s:
+            return f"gave no sign of life for {self.silent_s:.0f} s (stopped, or hung) and were killed"
         return f"died with exit codes {self.returncodes}"
 
 
@@ -101,7 +103,8 @@ class TrainerHandle:
         self._waiting: dict[int, asyncio.Future[protocol.Reply]] = {}
         self._closing = False
         self._heard = True
-        self._silent = False
+        self._at_disk = 0  # commands
+        self._silent_s = 0.0
         self._listen = asyncio.create_task(self._watch_silence(), name=f"trainer-{cell}-silence")
         self._watch = asyncio.create_task(self._watch_processes(), name=f"trainer-{cell}-watch")
         self._read = asyncio.create_task(self._read_replies(), name=f"trainer-{cell}-read")
@@ -117,6 +120,8 @@ class TrainerHandle:
         number = next(self._ids)
         future: asyncio.Future[protocol.Reply] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
+        at_disk = isinstance(message, AT_DISK)
+        self._at_disk += at_disk
         try:
             send_frame(self._writer, msgspec.structs.replace(message, id=number))
             with contextlib.suppress(ConnectionError):  # the watcher fails `future` with the reason and the log's tail
@@ -124,6 +129,7 @@ class TrainerHandle:
             reply = await future
         finally:
             self._waiting.pop(number, None)
+            self._at_disk -= at_disk
         if isinstance(reply, protocol.Failed):
             what = f"{type(message).__name__} failed in the trainer of cell {self.cell}: {reply.reason}"
             raise TrainerFailed(what, reply.fatal)
@@ -150,11 +156,11 @@ class TrainerHandle:
     async def _watch_silence(self) -> None:
         """Kill workers whose control rank is not heard of any more; `_watch_processes` tells the rest."""
         silent = 0
-        while silent < SILENT_TIMES:
+        while silent < (AT_DISK_TIMES if self._at_disk else SILENT_TIMES):
             self._heard = False
             await asyncio.sleep(LISTEN_S)
             silent = 0 if self._heard else silent + 1
-        self._silent = True
+        self._silent_s = silent * LISTEN_S
         await _kill(self._processes)
 
     async def _watch_processes(self) -> None:
@@ -166,7 +172,7 @@ class TrainerHandle:
         await asyncio.gather(*waits)
         codes = tuple(p.returncode for p in self._processes)
         self._listen.cancel()
-        outcome = TrainerExit(self._closing, codes, log_tail(self.log_path), self._silent)
+        outcome = TrainerExit(self._closing, codes, log_tail(self.log_path), self._silent_s)
         await asyncio.wait([self._read], timeout=1.0)  # replies that were on their way still count
         error = TrainerDied(f"the workers of cell {self.cell} {outcome.how}; end of their log:\n{outcome.log_tail}")
         for future in self._waiting.values():
