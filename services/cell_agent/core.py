@@ -23,6 +23,7 @@ from shared.actor import Do, Effect, Publish
 from shared.events import Event
 
 CORE = 0
+AGENT = "cell-agent-"  # + number: the service's name
 EXPORT_PHASES = ("eval_after", "finished")
 SNAPSHOTS = 2  # valid until the version after the next is published
 
@@ -145,6 +146,12 @@ class CellCore:
     def _cell_failed(self, event: ev.CellFailed, now: float) -> None:
         if self.state.live.get(event.cell) == event.incarnation:
             self._lose(event.cell)
+
+    def _service_died(self, event: ev.ServiceDied, now: float) -> None:
+        """The supervisor sees the end of an agent long before its next incarnation can tell of it."""
+        cell = event.service.removeprefix(AGENT)
+        if event.service.startswith(AGENT) and cell.isdecimal() and int(cell) in self.state.live:
+            self._lose(int(cell))
 
     def _lose(self, cell: int) -> None:
         """Whatever ran in `cell` is gone; its snapshots and gradients with it."""
@@ -444,6 +451,7 @@ class CellCore:
 HANDLERS: dict[type[Event], Callable[[CellCore, Any, float], None]] = {
     ev.CellStarted: CellCore._cell_started,
     ev.CellFailed: CellCore._cell_failed,
+    ev.ServiceDied: CellCore._service_died,
     ev.CellTrainerReady: CellCore._trainer_ready,
     ev.CellEngineReady: CellCore._engine_ready,
     ev.RunPhaseChanged: CellCore._phase_changed,

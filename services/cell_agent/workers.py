@@ -17,7 +17,7 @@ from shared.events import WeightsPublished
 
 log = logging.getLogger("gyre.cell")
 
-PEER_TRIES = 5
+PEER_TRIES = 20  # by then the stream tells that a peer is lost, and its snapshot valid no more
 PEER_PAUSE_S = 1.0
 PULL_S = 60.0  # a pull that takes longer than this ...
 PULL_BYTES_PER_S = 50e6  # ... and than this slow a link would take is held up by a peer that hangs
