@@ -136,10 +136,11 @@ class CellsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Additional SGLang server arguments."""
     threads: int = 1
     """CPU threads of each engine and training process."""
-    handover: Literal["live", "recompute", "drain"] = "live"
+    handover: Literal["live", "pages", "recompute", "drain"] = "live"
     """What a cell that leaves rollout does with its live model calls: live = they are cut at once and go on at another
-    cell, with their KV pages (the harness notices nothing); recompute = the same without pages, each prefix is computed
-    again there; drain = the cell waits until they have ended."""
+    cell, with their KV pages where moving these is faster than computing them again, by measured rates (the harness
+    notices nothing); pages = the same, always with pages; recompute = always without; drain = the cell waits until they
+    have ended."""
     kv_stale: Literal["drop", "keep"] = "drop"
     """What live model calls do when their engine takes new weights: drop = their KV is computed again under the new
     weights before they go on; keep = they stop for the update only and go on with the KV that older weights computed,

@@ -36,6 +36,7 @@ def settings(tmp: Path, **more: object) -> dict[str, object]:
         "cells.count": 2,
         "cells.capacity": 12,
         "cells.engine_tokens": 16384,
+        "cells.handover": "pages",  # a model this small computes most prefixes sooner than it moves them
         "evaluation.main": "eval",
         "evaluation.sets": eval_set,
         **more,

@@ -25,6 +25,7 @@ from services.cell_agent.engine.kv.wire import Adopting, Committed, Lease, Lease
 
 POLL_FIRST_S, POLL_MOST_S = 0.002, 0.025
 REQUEST_TIMEOUT_S = 10.0
+DECLINED_MOST = 15  # moves in a row, before one is made to measure again
 ACKNOWLEDGE_TIMEOUT_S = 4.0  # a moved call waits for it
 
 T = TypeVar("T")
@@ -51,10 +52,13 @@ class Moved(msgspec.Struct, frozen=True):
 
 
 class KvClient:
-    """One per agent. `secret`: the run's. `rates`: what was measured so far; `outcomes`: how moves ended, by reason."""
+    """One per agent. `secret`: the run's. `always`: move pages also where computing them is expected to be faster.
+    `rates`: what was measured so far; `outcomes`: how moves ended, by reason."""
 
-    def __init__(self, secret: str, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, secret: str, timeout_s: float = REQUEST_TIMEOUT_S, always: bool = False) -> None:
+        self._timeout_s, self._always = timeout_s, always
+        self._declined = 0  # in a row
+        self._computed: dict[str, tuple[int, float]] = {}  # engine -> its prefilled tokens and seconds, as last told
         self._http = aiohttp.ClientSession(headers={"Authorization": f"Bearer {secret}"})
         self.rates = rates.Rates()
         self.outcomes: Counter[str] = Counter()
@@ -96,6 +100,7 @@ class KvClient:
         except (KvUnreachable, KvTransferFailed):
             self._let_go(dest_url, lease.id)
             raise
+        self._prefilled(dest_url, begun)
         return AdoptResult(begun.have + begun.pulling, pulled.nbytes, time.monotonic() - started, pulled.seconds)
 
     async def _until_pulled(self, dest_url: str, lease: str, deadline: float) -> Pulled:
@@ -144,14 +149,25 @@ class KvClient:
         """By the measured rates: move the pages, or have the destination compute them."""
         return rates.choose(len(lease.tokens), lease.nbytes // max(1, len(lease.tokens)), self.rates)
 
-    def prefilled(self, tokens: int, seconds: float) -> None:
-        """An engine was seen to prefill `tokens` in `seconds`."""
-        self.rates = self.rates.after_prefill(tokens, seconds)
+    def _prefilled(self, url: str, begun: Adopting) -> None:
+        """What the destination has computed since it was last asked is the measured rate of computing prefixes."""
+        tokens, seconds = self._computed.get(url, (0, 0.0))
+        self._computed[url] = begun.prefilled, begun.prefill_s
+        self.rates = self.rates.after_prefill(begun.prefilled - tokens, begun.prefill_s - seconds)
+
+    def _declines(self, lease: Lease) -> bool:
+        """Whether the prefix is better computed. Now and then pages move all the same: rates change, and only moves
+        measure them."""
+        if self._always or self.worth_moving(lease).transfer or self._declined >= DECLINED_MOST:
+            self._declined = 0
+            return False
+        self._declined += 1
+        return True
 
     async def move(self, source_url: str, dest_url: str, lease: Lease, timeout_s: float | None = None) -> Moved:
         """adopt -> acknowledge -> commit. On any failure both sides let go and the reason is told and counted."""
         started = time.monotonic()
-        if not self.worth_moving(lease).transfer:
+        if self._declines(lease):
             self._let_go(source_url, lease.id)
             return self._ended("recompute_faster", started)
         try:

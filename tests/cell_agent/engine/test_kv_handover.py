@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from services.cell_agent.engine import kv_client
 from services.cell_agent.engine.kv import pulse
 from services.cell_agent.engine.kv.errors import KvRefused, KvStale, KvTransferFailed, KvUnreachable
 from services.cell_agent.engine.kv.wire import Lease, Status
@@ -140,7 +141,7 @@ async def test_live_calls_change_engines(tmp_path: Path) -> None:
         Engine.start(spec(model, 0, "drop"), tmp_path / "a.log"),
         Engine.start(spec(model, 1, "keep"), tmp_path / "b.log"),
     )
-    kv = KvClient(SECRET)
+    kv = KvClient(SECRET, always=True)
     try:
         await a_moved_call_goes_on_as_if_nothing_had_happened(kv, a, b)
         await calls_that_share_a_prompt_move_together(kv, a, b)
@@ -149,7 +150,7 @@ async def test_live_calls_change_engines(tmp_path: Path) -> None:
         await strangers_are_refused(a)
         await a_lease_that_ran_out_is_told_at_the_acknowledgement(kv, a, b)
         await a_flush_ends_leases(kv, a)
-        await recomputing_is_chosen_where_it_is_faster(kv, a, b)
+        await the_faster_way_is_chosen_by_what_was_measured(a, b)
         await pages_of_other_weights_are_never_passed_off_as_fresh(kv, a, b)
         await new_calls_never_hit_pages_of_older_weights(kv, b)
         await a_call_that_is_recomputed_under_new_weights_is_of_the_new_version(kv, a, b)
@@ -264,13 +265,35 @@ async def a_flush_ends_leases(kv: KvClient, a: Engine) -> None:
     await at_rest(kv, a.url)
 
 
-async def recomputing_is_chosen_where_it_is_faster(kv: KvClient, a: Engine, b: Engine) -> None:
-    _, lease = await stopped(kv, a, prompt(13, 300))
-    measured, kv.rates = kv.rates, type(kv.rates)(1e3, 1e9, 0.01)
-    moved = await kv.move(a.url, b.url, lease)
-    kv.rates = measured
-    assert moved.reason == "recompute_faster"
-    await at_rest(kv, a.url)
+async def the_faster_way_is_chosen_by_what_was_measured(a: Engine, b: Engine) -> None:
+    """A page is computed sooner than moved; a link that turned out slow is not used, but tried again at times; where
+    computing turned out slow, pages move."""
+    kv = KvClient(SECRET)
+    _, first = await stopped(kv, a, prompt(13, 1000))
+    assert (await kv.move(a.url, b.url, first)).tokens == len(first.tokens), "nothing is measured yet"
+    await kv.drop(b.url, first.id)
+    measured = kv.rates
+    print("measured", measured)
+    assert measured.transfer_bytes_s is not None
+    assert measured.prefill_tokens_s is not None
+    assert not kv.worth_moving(msgspec.structs.replace(first, tokens=first.tokens[:PAGE])).transfer
+    slow_link, slow_engine = measured, measured
+    for _ in range(30):
+        slow_link = slow_link.after_transfer(1000, 1.0, 1.0)
+        slow_engine = slow_engine.after_prefill(1, 1.0)
+    for declined, rates, reason in (
+        (0, slow_link, "recompute_faster"),
+        (0, slow_engine, ""),
+        (kv_client.DECLINED_MOST, slow_link, ""),
+    ):
+        _, lease = await stopped(kv, a, prompt(14, 300))
+        kv.rates, kv._declined = rates, declined
+        moved = await kv.move(a.url, b.url, lease)
+        assert (moved.reason, moved.tokens > 0) == (reason, not reason)
+        await kv.drop(b.url, lease.id)
+    for engine in (a, b):
+        await at_rest(kv, engine.url)
+    await kv.close()
 
 
 async def pages_of_other_weights_are_never_passed_off_as_fresh(kv: KvClient, a: Engine, b: Engine) -> None:
@@ -411,7 +434,7 @@ async def test_every_rank_of_a_tensor_parallel_engine_moves_its_part(tmp_path: P
     model = write_model(tmp_path / "model")
     two = [spec(model, cell, "drop") for cell in (0, 1)]
     a, b = await asyncio.gather(*(Engine.start(replace(s, tensor_parallel=2), tmp_path / f"{s.cell}.log") for s in two))
-    kv = KvClient(SECRET)
+    kv = KvClient(SECRET, always=True)
     try:
         assert (await kv.status(a.url)).ranks == 2
         await a_moved_call_goes_on_as_if_nothing_had_happened(kv, a, b)

@@ -62,6 +62,7 @@ def publish(snapshots: Snapshots, folder: Path, version: int) -> Snapshot:
 async def refit(receiver: TrainerHandle, session: TransferSession, snapshot: Snapshot, url: str) -> None:
     place = {"session": session.address, "address": snapshot.buffer.data_ptr(), "nbytes": snapshot.buffer.nbytes}
     what = {"version": snapshot.version, "tensors": snapshot.tensors, "digest": snapshot.digest}
+    what |= {"chunk_bytes": snapshot.chunk_bytes, "chunks": snapshot.chunks}
     await receiver.call(protocol.Pull(id=0, **place, **what, load=False))
     done = await receiver.call(protocol.Refit(id=0, engine_url=url, version=snapshot.version))
     assert isinstance(done, protocol.Done)
@@ -85,7 +86,7 @@ async def test_under_keep_a_live_call_goes_on_with_its_old_pages_and_new_calls_d
         launch(cell=1, config=config, run_dir=tmp_path, log_path=tmp_path / "receiver.log", trains=False),
         Engine.start(spec_of(config, 1, "cpu", SECRET), tmp_path / "engine.log"),
     )
-    kv, session = KvClient(SECRET), TransferSession("127.0.0.1")
+    kv, session = KvClient(SECRET, always=True), TransferSession("127.0.0.1")
     reference = Switching(old, new)
     try:
         ids = prompt(5, 200)

@@ -35,6 +35,10 @@ class Handover:
     ) -> None:
         self.cache, self.pool, self.policy = cache, pool, policy
         self.counts: Counter[str] = Counter()
+        self.prefilled, self.prefill_s = (
+            0,
+            0.0,
+        )  # tokens of prefill batches; seconds from their launch to their result
         self._session = session
         self._version = cache.version
         self.pulse = PulseServer(session.address.rpartition(":")[0], secret, session.address)
@@ -84,7 +88,8 @@ class Handover:
 
     def _adopt(self, scheduler: Any, now: float, body: dict[str, Any]) -> Any:
         lease = msgspec.convert(body["lease"], Lease)
-        return self.adoptions.adopt(lease, _ttl(body), now)
+        begun = self.adoptions.adopt(lease, _ttl(body), now)
+        return msgspec.structs.replace(begun, prefilled=self.prefilled, prefill_s=self.prefill_s)
 
     def _pulled(self, scheduler: Any, now: float, body: dict[str, Any]) -> Any:
         return self.adoptions.pulled(body["lease"])
@@ -139,6 +144,11 @@ class Handover:
             self._count("expired")
         else:
             self.adoptions.reap()
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A batch of prompts (or of their chunks) was computed."""
+        self.prefilled += tokens
+        self.prefill_s += seconds
 
     def version_changed(self, scheduler: Any) -> None:
         """New weights. Calls that hold no pages move to the new namespace; prefixes that no call holds go."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from typing import Any
 
 from services.cell_agent.engine.kv import pages, versions, wire
@@ -164,6 +165,12 @@ def before_generate(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> 
     return (scheduler, request, *args), kwargs
 
 
+def after_batch(_: Any, scheduler: Any, batch: Any, *args: Any, **__: Any) -> None:
+    """How fast this engine computes prompts decides whether pages are worth moving to it."""
+    if state is not None and batch.forward_mode.is_extend() and batch.extend_num_tokens and batch.launch_ts:
+        state.computed(int(batch.extend_num_tokens), time.monotonic() - batch.launch_ts)
+
+
 def after_version_change(_: Any, scheduler: Any, *args: Any, **__: Any) -> None:
     if state is not None:
         state.version_changed(scheduler)
@@ -176,6 +183,7 @@ HOOKS = (
     (_SCHEDULER + "handle_generate_request", before_generate, "before"),
     (_SCHEDULER + "record_weight_version_change", after_version_change, "after"),
     (_SCHEDULER + "flush_cache", after_flush_cache, "after"),
+    (_SCHEDULER + "process_batch_result", after_batch, "after"),
     (_COMPONENTS + "request_receiver.SchedulerRequestReceiver._pull_raw_reqs", after_pull_raw_reqs, "after"),
     (_OBSERVER + "session_held_tokens", after_session_held_tokens, "after"),
     (_TREE + "checkpoint", after_checkpoint, "after"),

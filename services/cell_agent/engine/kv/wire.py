@@ -60,10 +60,13 @@ class LeaseState(msgspec.Struct, frozen=True):
 
 
 class Adopting(msgspec.Struct, frozen=True):
-    """have: tokens the receiver had already; pulling: tokens on their way."""
+    """have: tokens the receiver had already; pulling: tokens on their way. prefilled, prefill_s: prompt tokens this
+    engine has computed since it started, and the seconds that took."""
 
     have: int
     pulling: int
+    prefilled: int = 0
+    prefill_s: float = 0.0
 
 
 class Pulled(msgspec.Struct, frozen=True):
