@@ -47,6 +47,7 @@ from shared.events import (
     ModelCallRecorded,
     Sampling,
 )
+from shared.telemetry import Telemetry, Trail
 from tests.proxy.support import TEXT, TOOLS, hash_of, make_tokenizer
 
 WORDS = tuple(TEXT.split())
@@ -84,7 +85,15 @@ class Inside:
         plans = Plans("", lambda _event: None)
         self.prompts = Prompts(self.renderer, plans.profile)
         generating = Generating(
-            self.core, self.renderer, self.prompts, engine, recorder, self.watch, Limits(context, 60.0)
+            self.core,
+            self.renderer,
+            self.prompts,
+            engine,
+            recorder,
+            self.watch,
+            Limits(context, 60.0),
+            Telemetry.off(),
+            Trail(),
         )
         takeover = Takeover(self.core, engine, self._publish, self.watch, "proxy", "i")
         settling = Settling(self.core, generating, recorder, takeover)
