@@ -226,13 +226,16 @@ class CellStarted(Event, frozen=True, kw_only=True, tag="cell_started"):
 
 
 class CellEngineReady(Event, frozen=True, kw_only=True, tag="cell_engine_ready"):
-    """cell_agent. The rollout engine answers at `url` with policy `version`; capacity in concurrent executions."""
+    """cell_agent. The rollout engine answers at `url` with policy `version`; capacity in concurrent executions.
+
+    `offers`: host:port where the cell tells others which chunks of which snapshot they can read from it."""
 
     cell: int
     incarnation: str
     url: str
     version: int
     capacity: int
+    offers: str = ""
 
     def entity(self) -> str:
         return f"cell{self.cell}"
@@ -346,12 +349,16 @@ class CallReleased(Event, frozen=True, kw_only=True, tag="call_released"):
 
 
 class CellRefitted(Event, frozen=True, kw_only=True, tag="cell_refitted"):
-    """cell_agent. The engine of the cell now serves policy `version`, verified against the published digest."""
+    """cell_agent. The engine of the cell now serves policy `version`, verified against the published digest.
+
+    `steps`: seconds of the pull (pull_s) and of putting the weights into the engine (copy_s, pause_s, load_s,
+    check_s, resume_s); pulled bytes by source (core_bytes, cell_bytes)."""
 
     cell: int
     incarnation: str
     version: int
     seconds: float
+    steps: dict[str, float] = {}
 
     def entity(self) -> str:
         return f"cell{self.cell}"
@@ -384,7 +391,10 @@ class EngineCounted(Event, frozen=True, kw_only=True, tag="engine_counted"):
 
 
 class CellJoinedBatch(Event, frozen=True, kw_only=True, tag="cell_joined_batch"):
-    """cell_agent. The cell holds the snapshot of `version`, zeroed gradients, and claims micro-steps of the batch."""
+    """cell_agent. The cell holds the snapshot of `version`, zeroed gradients, and claims micro-steps of the batch.
+
+    `steps`: seconds of reading and verifying (pull_s) and of filling the model (load_s); pulled bytes by source
+    (core_bytes, cell_bytes). Empty on the core."""
 
     cell: int
     incarnation: str
@@ -392,6 +402,7 @@ class CellJoinedBatch(Event, frozen=True, kw_only=True, tag="cell_joined_batch")
     attempt: int
     version: int
     pull_seconds: float  # 0 on the core
+    steps: dict[str, float] = {}
 
     def entity(self) -> str:
         return f"cell{self.cell}"
@@ -445,7 +456,8 @@ class WeightsPublished(Event, frozen=True, kw_only=True, tag="weights_published"
     """cell_agent (core). A frozen snapshot of policy `version` can be read over the Transfer Engine.
 
     `session` is the Transfer Engine address of the owner, `address` the buffer's. Valid until the version after the
-    next is published; readers verify `digest` (blake2b-256 of the buffer) after the read."""
+    next is published. `chunks` are the XXH3-128 digests of its chunks of `chunk_bytes`, which readers verify one by
+    one; `digest` (blake2b-256 of version, sizes and these digests) names the snapshot, wherever a copy of it is."""
 
     version: int
     cell: int
@@ -455,6 +467,8 @@ class WeightsPublished(Event, frozen=True, kw_only=True, tag="weights_published"
     nbytes: int
     tensors: tuple[TensorSlice, ...]
     digest: str
+    chunk_bytes: int = 0
+    chunks: bytes = b""
 
     def entity(self) -> str:
         return f"v{self.version:05d}"

@@ -24,7 +24,7 @@ from shared import ids
 from shared.actor import Core, Do, Publish
 from shared.blobs import write_atomically
 from shared.codec import event_name
-from shared.events import TimerFired
+from shared.events import Event, TimerFired
 from shared.player import ACTOR, CAUSE, DEAD, Caused, HandlerFailed, Player, dead_lettered
 from shared.player import replay as replay
 from shared.service import ServiceContext as ServiceContext
@@ -48,6 +48,10 @@ def _no_step(_name: str, _message: Stored | None) -> None:
     return None
 
 
+def _no_trace(event: Event) -> str:
+    return ""
+
+
 async def drive(
     ctx: ServiceContext,
     core: Core,
@@ -57,6 +61,7 @@ async def drive(
     observe: Callable[[Stored], None] | None = None,
     snapshot_every: int = 0,
     step: Step = _no_step,
+    begins: Callable[[Event], str] = _no_trace,
 ) -> None:
     """Run `core` over the stream until `ctx.stop` is set.
 
@@ -64,8 +69,9 @@ async def drive(
     each Do is given to `perform` in a task of its own, started in order of the effects; if one raises, drive raises it.
     `observe` sees each message after the core has handled it and before its effects are carried out, history included
     (from the snapshot on, if there is one). `snapshot_every`: events between two snapshots, 0 = none; the core needs
-    `restore(data)` then. `step` is told the name of each step; tests kill the process there."""
-    driver = _Driver(ctx, core, perform, observe, snapshot_every, step)
+    `restore(data)` then. `begins`: name of the trace that an event begins, "" if it continues that of its cause. `step`
+    is told the name of each step; tests kill the process there."""
+    driver = _Driver(ctx, core, perform, observe, snapshot_every, step, begins)
     main = asyncio.create_task(driver.run(on_live), name=f"drive {ctx.actor}")
     stop = asyncio.create_task(ctx.stop.wait())
     try:
@@ -91,10 +97,11 @@ class _Driver:
         observe: Callable[[Stored], None] | None,
         snapshot_every: int,
         step: Step,
+        begins: Callable[[Event], str],
     ) -> None:
         self.ctx, self.bus = ctx, ctx.bus
         self.player = Player(core, ctx.actor)
-        self.perform, self.observe, self.step = perform, observe, step
+        self.perform, self.observe, self.step, self.begins = perform, observe, step, begins
         self.snapshot_every = snapshot_every
         self.snapshot_path = ctx.run_dir / "snapshots" / f"{ctx.actor}.snapshot"
         self.tasks: set[asyncio.Task[None]] = set()
@@ -200,9 +207,12 @@ class _Driver:
         assert isinstance(caused.effect, Publish)
         event = caused.effect.event
         headers = {ACTOR: self.ctx.actor, CAUSE: caused.cause}
-        if caused.traceparent:
-            headers["traceparent"] = caused.traceparent
         subject = ids.subject(self.ctx.run, self.bus.service, event.entity(), event_name(event))
+        if name := self.begins(event):
+            with self.ctx.telemetry.span(name, None, {"entity": event.entity()}):
+                self.ctx.telemetry.inject(headers)
+        elif caused.traceparent:
+            headers["traceparent"] = caused.traceparent
         await self.bus.publish_bytes(subject, caused.data, msg_id=f"{self.ctx.actor}.{caused.cause}", headers=headers)
 
     def _start(self, action: Awaitable[None]) -> None:

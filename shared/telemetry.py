@@ -63,6 +63,23 @@ def _spans_of(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield from scope.get("spans", ())
 
 
+class Trail:
+    """The headers of the last message about each of many things (`key`), the oldest forgotten."""
+
+    def __init__(self, most: int = 4096) -> None:
+        self._headers: dict[str, Mapping[str, str]] = {}
+        self._most = most
+
+    def note(self, key: str, headers: Mapping[str, str]) -> None:
+        self._headers.pop(key, None)
+        self._headers[key] = headers
+        if len(self._headers) > self._most:
+            del self._headers[next(iter(self._headers))]
+
+    def get(self, key: str) -> Mapping[str, str] | None:
+        return self._headers.get(key)
+
+
 class Telemetry:
     """Made by `start` (or `off`). One registry and one tracer per process."""
 
@@ -120,6 +137,14 @@ class Telemetry:
         context = _propagator.extract(dict(parent), getter=default_getter) if parent else None
         with self._tracer.start_as_current_span(name, context=context, attributes=dict(attributes or {})) as span:
             yield span
+
+    def past(
+        self, name: str, started: float, parent: Mapping[str, str] | None, attributes: Mapping[str, Attribute]
+    ) -> None:
+        """A span from `started` (seconds since the epoch) until now; `parent` as in `span`."""
+        if self._tracer is not None:
+            context = _propagator.extract(dict(parent), getter=default_getter) if parent else None
+            self._tracer.start_span(name, context, attributes=dict(attributes), start_time=int(started * 1e9)).end()
 
     def inject(self, headers: dict[str, str]) -> None:
         """Put the current span's context into message headers."""

@@ -51,6 +51,7 @@ class State(msgspec.Struct):
 
     live: dict[int, str] = {}  # incarnations of all cells
     store: str = ""
+    offers: dict[int, str] = {}  # where live cells tell which snapshots they hold
     weights: dict[int, ev.WeightsPublished] = {}  # of the live core
     committed: int = 0
     checkpoint: str = ""
@@ -91,6 +92,10 @@ class CellCore:
 
     def restore(self, data: bytes) -> None:
         self.state = msgspec.msgpack.decode(data, type=State)
+
+    def sources(self) -> tuple[str, ...]:
+        """Where live cells other than this one and the core tell which snapshots they hold."""
+        return tuple(at for cell, at in sorted(self.state.offers.items()) if cell not in (CORE, self.state.cell))
 
     def trained_elsewhere(self, micro_step: str) -> bool:
         """Whether a live incarnation of another cell has the micro-step's gradient in the open attempt."""
@@ -157,6 +162,7 @@ class CellCore:
         """Whatever ran in `cell` is gone; its snapshots and gradients with it."""
         s = self.state
         s.live.pop(cell, None)
+        s.offers.pop(cell, None)
         s.trained = {m: c for m, c in s.trained.items() if c != cell}
         if cell == CORE:
             s.weights, s.store = {}, ""  # they lived in its trainer
@@ -192,8 +198,11 @@ class CellCore:
             self._maybe_ready(now)
 
     def _engine_ready(self, event: ev.CellEngineReady, now: float) -> None:
+        s = self.state
+        if event.offers and s.live.get(event.cell) == event.incarnation:
+            s.offers[event.cell] = event.offers
         if self._ours(event):
-            self.state.engine_version = event.version
+            s.engine_version = event.version
             self._maybe_ready(now)
             self._maybe_refitted(now)
 

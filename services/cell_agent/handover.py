@@ -39,7 +39,7 @@ OUT = (Role.DRAINING, Role.JOINING, Role.TRAINING)
 
 
 Traces = Callable[[str], Mapping[str, str] | None]
-"""Request id -> headers of the last message about its move."""
+"""Request id -> headers of the last message about its move; ORDER (life.py) -> of the cell's last role order."""
 
 
 class Mover:

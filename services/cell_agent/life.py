@@ -22,8 +22,9 @@ from services.cell_agent.checkpoints import checkpoint_path, prune
 from services.cell_agent.claims import Claims, forget_queues
 from services.cell_agent.core import CORE, CellCore
 from services.cell_agent.engine.server import Engine, EngineFailed, resolve_device, spec_of
-from services.cell_agent.handover import Mover
+from services.cell_agent.handover import Mover, Traces
 from services.cell_agent.logs import log_tail
+from services.cell_agent.roles import Role
 from services.cell_agent.trainer.launcher import TrainerError, TrainerHandle, launch
 from services.cell_agent.workers import Workers
 from shared import events as ev
@@ -31,6 +32,7 @@ from shared.runtime import ServiceContext
 
 log = logging.getLogger("gyre.cell")
 
+ORDER = "order"  # key of the headers of this cell's last role order
 DRAIN_POLL_S = 0.2
 HEALTH_EVERY_S = 10.0
 HEALTH_MISSES = 3
@@ -56,10 +58,11 @@ class Life:
         incarnation: str,
         engine: Engine | None,
         mover: Mover,
+        traces: Traces,
         kv_secret: str = "",
     ) -> None:
         self.ctx, self.core, self.cell, self.incarnation = ctx, core, core.state.cell, incarnation
-        self._mover, self._kv_secret = mover, kv_secret
+        self._mover, self._traces, self._kv_secret = mover, traces, kv_secret
         self._switch: dict[str, str] = {}  # trace of the change of role that is under way
         self.config = ctx.config
         self._other_part = "trainer" if core.state.trains else "receiver"  # what stands beside the engine
@@ -224,7 +227,7 @@ class Life:
         async with self._hand:
             assert self._engine is not None
             wanted = command.weights.version if command.weights is not None else 0
-            if self.served or (command.weights is not None and not await self._bring_to(command.weights)):
+            if self.served or (command.weights is not None and await self._bring_to(command.weights) is None):
                 return  # done before; or the core was lost: a new Admit follows with its new snapshot
             if self._engine.version != wanted:
                 raise EngineFailed(f"engine is at version {self._engine.version}, not {wanted}", self._engine.log)
@@ -236,32 +239,47 @@ class Life:
                     url=self._engine.url,
                     version=wanted,
                     capacity=self.config.cells.capacity,
+                    offers=self.workers.handle.hello.offers,
                 )
             )
 
     # -------------------------------------------------------------------------------------------------- weights
 
-    async def _bring_to(self, weights: ev.WeightsPublished) -> bool:
-        """Put `weights` into the engine; False if the core was lost before they were here."""
+    async def _bring_to(self, weights: ev.WeightsPublished) -> dict[str, float] | None:
+        """Put `weights` into the engine: what it took (CellRefitted). None if the core was lost before they were
+        here."""
         assert self._engine is not None
         if self._engine.version == weights.version:
-            return True
-        if self.cell != CORE and not await self.workers.pull(weights, self._still_there, load=False):
-            return False
+            return {}
+        steps = await self._pull(weights, load=False)
+        if steps is None:
+            return None
         self._engine_in_doubt = True
-        await self.workers.push(self._engine.url, weights.version)
+        pushed = await self.workers.push(self._engine.url, weights.version)
         self._engine_in_doubt = False
         self._engine.version = weights.version
-        return True
+        return steps | pushed
+
+    async def _pull(self, weights: ev.WeightsPublished | None, *, load: bool) -> dict[str, float] | None:
+        """Workers.pull; the core holds its weights already."""
+        if weights is None or self.cell == CORE:
+            return {}
+        return await self.workers.pull(weights, self.core.sources, self._still_there, load=load)
 
     async def _refit(self, command: do.Refit) -> None:
         await self._engine_up.wait()
         started, version = time.monotonic(), command.weights.version
         with self._span("refit", cell=self.cell, version=version):
-            if await self._bring_to(command.weights):
-                seconds = time.monotonic() - started
+            steps = await self._bring_to(command.weights)
+            if steps is not None:
                 await self._publish(
-                    ev.CellRefitted(cell=self.cell, incarnation=self.incarnation, version=version, seconds=seconds)
+                    ev.CellRefitted(
+                        cell=self.cell,
+                        incarnation=self.incarnation,
+                        version=version,
+                        seconds=time.monotonic() - started,
+                        steps=steps,
+                    )
                 )
 
     async def _export(self, command: do.Export) -> None:
@@ -303,8 +321,11 @@ class Life:
 
     @contextlib.contextmanager
     def _span(self, name: str, *, within: bool = False, **attributes: int) -> Iterator[None]:
-        """A span of the change of role that is under way; it begins one unless it is `within` it."""
-        with self.ctx.telemetry.span(name, self._switch if within else None, attributes):
+        """A span of the change of role that is under way; unless it is `within` it, it is its first one here, below the
+        scheduler's order. A refit of a cell that stays in rollout is ordered by nobody else's trace."""
+        stays = name == "refit" and self.core.state.role is not Role.RETURNING
+        parent = self._switch if within else None if stays else self._traces(ORDER)
+        with self.ctx.telemetry.span(name, parent, attributes):
             if not within:
                 self._switch = {}
                 self.ctx.telemetry.inject(self._switch)
@@ -330,7 +351,8 @@ class Life:
         if (command.batch, command.attempt) in self._void or workers.version > command.version:
             return  # given up, or committed, while this waited for its turn
         with self._span("join batch", within=True, cell=self.cell, batch=command.batch):
-            if command.weights is not None and not await workers.pull(command.weights, self._still_there, load=True):
+            steps = await self._pull(command.weights, load=True)
+            if steps is None:
                 return
             pull_seconds = 0.0 if self.cell == CORE else time.monotonic() - started
             await workers.begin(command.batch, command.attempt, command.version)
@@ -342,6 +364,7 @@ class Life:
                     attempt=command.attempt,
                     version=command.version,
                     pull_seconds=pull_seconds,
+                    steps=steps,
                 )
             )
 

@@ -15,7 +15,6 @@ import logging
 import os
 import socket
 import sys
-import time
 import traceback
 from pathlib import Path
 
@@ -24,7 +23,7 @@ import torch
 
 from services.cell_agent.trainer import engine_push, protocol
 from services.cell_agent.trainer.child import connect, die_with_parent, parser, read_frame, show_life, write_frame
-from services.cell_agent.transfer.mooncake import TransferError, TransferSession
+from services.cell_agent.transfer.mooncake import TransferError
 from services.cell_agent.transfer.weights import SnapshotError, Snapshots
 from shared.config import RunConfig
 
@@ -36,8 +35,8 @@ class NotForReceivers(Exception):
 
 
 class Receiver:
-    def __init__(self, session: TransferSession, on_cpu: bool, kv_stale: str) -> None:
-        self._snapshots, self._on_cpu, self._kv_stale = Snapshots(session), on_cpu, kv_stale
+    def __init__(self, snapshots: Snapshots, on_cpu: bool, kv_stale: str) -> None:
+        self._snapshots, self._on_cpu, self._kv_stale = snapshots, on_cpu, kv_stale
 
     def run(self, agent: socket.socket) -> None:
         """Commands from the agent until Exit, or until it is gone."""
@@ -58,11 +57,7 @@ class Receiver:
     def _execute(self, command: protocol.Command) -> dict[str, float]:
         match command:
             case protocol.Pull(load=False):
-                started = time.perf_counter()
-                self._snapshots.pull(
-                    command.version, command.session, command.address, command.nbytes, command.tensors, command.digest
-                )
-                return {"pull_s": time.perf_counter() - started}
+                return self._snapshots.pull(command, command.peers)[1].metrics()
             case protocol.Refit():
                 snapshot = self._snapshots.get(command.version)
                 return engine_push.refit(command.engine_url, snapshot, self._on_cpu, self._kv_stale)
@@ -78,13 +73,13 @@ def main() -> None:
     torch.set_num_threads(config.cells.threads)
     agent = connect(arguments.socket)
     try:
-        session = TransferSession(arguments.host, arguments.transfer)
+        snapshots = Snapshots.of_cell(arguments.cell, arguments.host, arguments.transfer)
     except TransferError as error:
         write_frame(agent, protocol.Failed(id=0, reason=f"{type(error).__name__}: {error}"))
         raise
-    write_frame(agent, protocol.Hello(id=0, pid=os.getpid(), world_size=1))
+    write_frame(agent, protocol.Hello(id=0, pid=os.getpid(), world_size=1, offers=snapshots.offers_address))
     show_life(agent)
-    Receiver(session, arguments.device == "cpu", config.cells.kv_stale).run(agent)
+    Receiver(snapshots, arguments.device == "cpu", config.cells.kv_stale).run(agent)
     sys.stdout.flush()
     os._exit(0)  # orderly teardown of Transfer Engine threads has nothing left to protect
 

@@ -16,15 +16,15 @@ from services.cell_agent.engine.kv.secret import run_secret
 from services.cell_agent.engine.kv_client import KvClient
 from services.cell_agent.engine.server import Engine
 from services.cell_agent.handover import Mover
-from services.cell_agent.life import Failure, Life
-from shared.events import CallAdopted, CallCut, CellFailed, CellStarted
+from services.cell_agent.life import ORDER, Failure, Life
+from shared.events import CallAdopted, CallCut, CellFailed, CellRoleOrdered, CellStarted
 from shared.runtime import ServiceContext, drive
 from shared.stored import Stored
+from shared.telemetry import Trail
 
 log = logging.getLogger("gyre.cell")
 
 STARTS_IN_A_ROW = 3
-TRACES_KEPT = 4096
 LEAST_PAGE = 16  # making pages readable costs time per page, more than linearly: one-token pages took seconds a call
 COMMIT_GRACE_S = 8.0
 
@@ -40,17 +40,17 @@ class CellAgent:
         self.ctx, self.core = ctx, core
         self.life: Life | None = None
         cells = ctx.config.cells
-        self._with_pages = cells.handover == "live" and cells.engine_page >= LEAST_PAGE
+        self._with_pages = cells.handover in ("live", "pages") and cells.engine_page >= LEAST_PAGE
         # Also for `keep`: the plugin that moves pages is the one that keeps new calls off those of older weights.
         self.secret = run_secret(ctx.run_dir) if self._with_pages or cells.kv_stale == "keep" else ""
         self._kv: KvClient | None = None
-        self._traces: dict[str, dict[str, str]] = {}  # request id -> headers of the last word on its move
+        self._trail = Trail()  # request ids: the last word on their move; ORDER: the last role order
 
     def observe(self, message: Stored) -> None:
         if isinstance(message.event, CallCut | CallAdopted):
-            self._traces[message.event.rid] = message.headers
-            if len(self._traces) > TRACES_KEPT:
-                del self._traces[next(iter(self._traces))]
+            self._trail.note(message.event.rid, message.headers)
+        elif isinstance(message.event, CellRoleOrdered) and message.event.cell == self.core.state.cell:
+            self._trail.note(ORDER, message.headers)
 
     async def perform(self, command: object) -> None:
         if self.life is not None:
@@ -61,12 +61,12 @@ class CellAgent:
         engine: Engine | None = None
         failed_starts = 0
         if self._with_pages:
-            self._kv = KvClient(self.secret)
+            self._kv = KvClient(self.secret, always=self.ctx.config.cells.handover == "pages")
         try:
             while True:
                 incarnation = uuid.uuid4().hex[:12]
-                mover = Mover(self.ctx, self.core, incarnation, self._kv, self._traces.get)
-                life = self.life = Life(self.ctx, self.core, incarnation, engine, mover, self.secret)
+                mover = Mover(self.ctx, self.core, incarnation, self._kv, self._trail.get)
+                life = self.life = Life(self.ctx, self.core, incarnation, engine, mover, self._trail.get, self.secret)
                 engine = None
                 await self._publish(CellStarted(cell=life.cell, incarnation=life.incarnation))
                 failure = await life.ended

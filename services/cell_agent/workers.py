@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from services.cell_agent.trainer import protocol
 from services.cell_agent.trainer.launcher import TrainerFailed, TrainerHandle
 from shared.events import WeightsPublished
@@ -63,12 +65,22 @@ class Workers:
             nbytes=reply.nbytes,
             tensors=reply.tensors,
             digest=reply.digest,
+            chunk_bytes=reply.chunk_bytes,
+            chunks=reply.chunks,
         )
 
-    async def pull(self, weights: WeightsPublished, valid: Callable[[WeightsPublished], bool], *, load: bool) -> bool:
-        """Satellite: get the core's snapshot, with `load` into the training model too; False if it is valid no more."""
+    async def pull(
+        self,
+        weights: WeightsPublished,
+        peers: Callable[[], tuple[str, ...]],
+        valid: Callable[[WeightsPublished], bool],
+        *,
+        load: bool,
+    ) -> dict[str, float] | None:
+        """Satellite: get the core's snapshot, with `load` into the training model too. What it took (protocol.Pull);
+        None if the snapshot is valid no more. `peers`: where other cells' offers are, at present."""
         if (weights.version, weights.digest) == self.pulled and (not load or weights.version == self.version):
-            return True
+            return {}
         command = protocol.Pull(
             id=0,
             session=weights.session,
@@ -76,6 +88,8 @@ class Workers:
             nbytes=weights.nbytes,
             tensors=weights.tensors,
             digest=weights.digest,
+            chunk_bytes=weights.chunk_bytes,
+            chunks=weights.chunks,
             version=weights.version,
             load=load,
         )
@@ -85,7 +99,7 @@ class Workers:
                 break
             try:
                 async with asyncio.timeout(limit_s):
-                    await self._done(command)
+                    steps = await self._done(msgspec.structs.replace(command, peers=peers()))
             except TimeoutError as error:
                 text = (
                     f"the pull of version {weights.version} from {weights.session} did not end within {limit_s:.0f} s"
@@ -100,12 +114,12 @@ class Workers:
             self.pulled = (weights.version, weights.digest)
             if load:
                 self.version = weights.version
-            return True
-        return False
+            return steps
+        return None
 
-    async def push(self, engine_url: str, version: int) -> None:
-        """Put the snapshot into the engine, which is left paused if that fails."""
-        await self._done(protocol.Refit(id=0, engine_url=engine_url, version=version))
+    async def push(self, engine_url: str, version: int) -> dict[str, float]:
+        """Put the snapshot into the engine, which is left paused if that fails. What it took (protocol.Refit)."""
+        return await self._done(protocol.Refit(id=0, engine_url=engine_url, version=version))
 
     async def begin(self, batch: int, attempt: int, version: int) -> None:
         await self._done(protocol.BeginBatch(id=0, batch=batch, attempt=attempt, version=version))

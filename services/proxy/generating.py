@@ -22,7 +22,7 @@ from services.proxy.core import ProxyCore
 from services.proxy.dialects.base import ApiError, Reply, Request, context_too_long
 from services.proxy.engine_client import EngineClient, EngineRefused, NoRoute, Route, is_too_long
 from services.proxy.generation import Generation
-from services.proxy.handover import Handover, until_settled
+from services.proxy.handover import Continued, Handover, until_settled
 from services.proxy.plans import Plan
 from services.proxy.progress import Progress
 from services.proxy.prompts import Prompt, Prompts
@@ -30,6 +30,7 @@ from services.proxy.reading import Reading
 from services.proxy.recorder import Recorder
 from services.proxy.rendering import Parsed, Rendering
 from services.proxy.watch import Watch
+from shared.telemetry import Telemetry, Trail
 
 log = logging.getLogger("gyre.proxy.generating")
 
@@ -116,9 +117,12 @@ class Generating:
         recorder: Recorder,
         watch: Watch,
         limits: Limits,
+        telemetry: Telemetry,
+        trail: Trail,
     ) -> None:
         self._core, self._rendering, self._prompts, self._engine = core, rendering, prompts, engine
         self._recorder, self._watch, self._limits = recorder, watch, limits
+        self._telemetry, self._trail = telemetry, trail
         self.context = limits.context
 
     def reading(self, request: Request, *, early: bool) -> Reading | None:
@@ -130,8 +134,10 @@ class Generating:
     async def run(self, work: Work, read: Callable[[list[int]], bool], unwanted: Callable[[], bool]) -> Reply:
         """Raises ApiError or Lost. `read` is told new ids; `unwanted` is asked when the record is made."""
         started, plan, request = time.monotonic(), work.plan, work.request
+        continued = Continued(self._telemetry, self._trail)
 
         def reported(new: list[int]) -> bool:
+            continued.token()
             work.progress.grown(generation)
             return read(new)
 
@@ -142,7 +148,7 @@ class Generating:
             self._go_on(generation, work.found)
         problem = None
         if not generation.finish:
-            problem = await self._sample(work, generation, started + self._limits.call_timeout_s)
+            problem = await self._sample(work, generation, started + self._limits.call_timeout_s, continued)
         if work.lost:
             raise Lost
         if work.closing and problem is not None and not self._core.ending:
@@ -218,7 +224,9 @@ class Generating:
             stop_sequence=stop,
         )
 
-    async def _sample(self, work: Work, generation: Generation, deadline: float) -> ApiError | None:
+    async def _sample(
+        self, work: Work, generation: Generation, deadline: float, continued: Continued
+    ) -> ApiError | None:
         """Fill `generation`; what went wrong, if it did not come to its end."""
         plan = work.plan
         if work.aborted:
@@ -230,6 +238,7 @@ class Generating:
 
         async def moved(rid: str) -> Handover | None:
             cuts = self._core.cuts
+            continued.cut(rid)
             return await until_settled(self._watch, cuts, plan.execution, rid, self._limits.handover_s)
 
         async def ready() -> None:

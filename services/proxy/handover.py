@@ -6,6 +6,7 @@ cut call waits only while its pages may still come to where it goes, and never l
 
 from __future__ import annotations
 
+import time
 from typing import NamedTuple
 
 import msgspec
@@ -21,6 +22,7 @@ from shared.events import (
     ModelCallRecorded,
 )
 from shared.ids import call_of
+from shared.telemetry import Telemetry, Trail
 
 TOLD_S = 2.0  # after a call was cut, its cell's word on that may take so long to come through the stream
 
@@ -87,3 +89,21 @@ async def until_settled(watch: Watch, cuts: Cuts, execution: str, rid: str, page
 
     done = await watch.until(settled, pages_s) or cut
     return Handover(done.to_cell, done.extra_key)
+
+
+class Continued:
+    """The proxy's part in the trace of a change of role: one span a moved call, from the last word of one engine to the
+    first token of the next. `trail`: by request id, the headers of the last message about its move."""
+
+    def __init__(self, telemetry: Telemetry, trail: Trail) -> None:
+        self._telemetry, self._trail = telemetry, trail
+        self._rid, self._since = "", 0.0
+
+    def cut(self, rid: str) -> None:
+        self._rid, self._since = rid, time.time()
+
+    def token(self) -> None:
+        """One came."""
+        if self._rid:
+            rid, self._rid = self._rid, ""
+            self._telemetry.past("continue call", self._since, self._trail.get(rid), {"rid": rid})

@@ -34,8 +34,9 @@ from services.proxy.settling import Settling
 from services.proxy.takeover import Takeover
 from services.proxy.watch import Watch
 from shared.bus import Stored
-from shared.events import Event, ModelCallRecorded, ModelCallRefused, ProxyReady
+from shared.events import CallAdopted, CallCut, Event, ModelCallRecorded, ModelCallRefused, ProxyReady
 from shared.runtime import ServiceContext, drive
+from shared.telemetry import Trail
 
 log = logging.getLogger("gyre.proxy")
 
@@ -61,7 +62,8 @@ async def serve(ctx: ServiceContext) -> None:
     plans = Plans(_letters(ctx.args.get("instance", "")), notices.publish)
     prompts = Prompts(renderer, plans.profile)
     limits = Limits(model.context, proxy.call_timeout_s, ctx.config.cells.handover_timeout_s)
-    generating = Generating(core, renderer, prompts, engine, recorder, watch, limits)
+    trail = Trail()
+    generating = Generating(core, renderer, prompts, engine, recorder, watch, limits, ctx.telemetry, trail)
     incarnation = uuid.uuid4().hex[:12]
     takeover = Takeover(core, engine, publish, watch, ctx.actor, incarnation)
     settling = Settling(core, generating, recorder, takeover)
@@ -73,6 +75,8 @@ async def serve(ctx: ServiceContext) -> None:
     def observe(message: Stored) -> None:
         if isinstance(message.event, ProxyReady) and message.event.proxy == ctx.actor:
             listener.port = listener.port or urlsplit(message.event.url).port or 0
+        if isinstance(message.event, CallCut | CallAdopted):
+            trail.note(message.event.rid, message.headers)
         if message.event is not None:
             calls.heard(message.event)
         watch.seen(message.sequence)

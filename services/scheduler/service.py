@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from services.scheduler.core import SchedulerCore
 from services.scheduler.state import State
+from shared.events import CellRoleOrdered, Event
 from shared.runtime import ServiceContext, drive
 from shared.stored import Stored
 from shared.telemetry import Telemetry
@@ -58,4 +59,9 @@ async def serve(ctx: ServiceContext) -> None:
         gauges.show(core.state)
 
     shown = observe if ctx.config.telemetry.prometheus_port else None
-    await drive(ctx, core, observe=shown, snapshot_every=SNAPSHOT_EVERY)
+
+    def begins(event: Event) -> str:
+        """Each change of role is one trace, through all services."""
+        return "order role" if isinstance(event, CellRoleOrdered) else ""
+
+    await drive(ctx, core, observe=shown, snapshot_every=SNAPSHOT_EVERY, begins=begins)

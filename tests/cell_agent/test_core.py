@@ -424,3 +424,19 @@ def test_a_replay_gives_the_same_effects(moves):
         for at, event in enumerate(world.stream[: world.read[cell]]):
             again.handle(event, float(at + 1))
         assert again.state == world.cores[cell].state
+
+
+def test_snapshots_are_asked_of_live_cells_other_than_the_core_and_oneself():
+    core = CellCore(1)
+
+    def ready(cell: int) -> ev.CellEngineReady:
+        return ev.CellEngineReady(
+            cell=cell, incarnation=f"c{cell}", url="u", version=0, capacity=4, offers=f"host:{cell}"
+        )
+
+    played(core, *(started(k) for k in range(4)), *(ready(k) for k in range(4)))
+    assert core.sources() == ("host:2", "host:3")
+    played(core, started(2, "again"))
+    assert core.sources() == ("host:3",)
+    played(core, ready(2))  # of the incarnation that is lost
+    assert core.sources() == ("host:3",)

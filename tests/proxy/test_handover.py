@@ -1,6 +1,7 @@
 """Calls that are cut because their cell leaves rollout, and calls that are cancelled: no token is lost or repeated."""
 
 import asyncio
+import json
 import time
 
 import numpy as np
@@ -9,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.proxy.core import ProxyCore
-from services.proxy.handover import Cuts
+from services.proxy.handover import Continued, Cuts
 from shared import events as ev
 from shared.codec import unpack_floats, unpack_ids
+from shared.config import TelemetryConfig
+from shared.telemetry import Telemetry, Trail
 from tests.proxy.support import EXECUTION, ScriptedEngine, Turn
 
 USER = {"role": "user", "content": "write the file"}
@@ -198,3 +201,25 @@ def test_what_is_known_of_cuts_is_a_function_of_the_events_and_ends_with_the_exe
     for event in (finished(), adopted("pages")):
         core.handle(event, 100.0)
     assert core.cuts == Cuts()
+
+
+def test_the_span_of_a_moved_call_is_in_the_trace_of_the_change_of_role(tmp_path):
+    telemetry, trail = Telemetry.start("proxy", tmp_path, TelemetryConfig()), Trail()
+    headers: dict[str, str] = {}
+    with telemetry.span("adopt call"):
+        telemetry.inject(headers)
+    continued = Continued(telemetry, trail)
+    continued.token()  # before it was cut
+    continued.cut(RID)
+    trail.note(RID, headers)
+    time.sleep(0.05)
+    continued.token()
+    continued.token()
+    telemetry.shutdown()
+    lines = (tmp_path / "traces-proxy.jsonl").read_text().splitlines()
+    scopes = [scope for line in lines for r in json.loads(line)["resourceSpans"] for scope in r["scopeSpans"]]
+    spans = {span["name"]: span for scope in scopes for span in scope["spans"]}
+    assert spans.keys() == {"adopt call", "continue call"}
+    adopt, span = spans["adopt call"], spans["continue call"]
+    assert (span["traceId"], span["parentSpanId"]) == (adopt["traceId"], adopt["spanId"])
+    assert 0.04 < (int(span["endTimeUnixNano"]) - int(span["startTimeUnixNano"])) / 1e9 < 2

@@ -447,3 +447,29 @@ async def test_a_damaged_snapshot_is_not_used(nats_url: str, fresh_run: str, tmp
         snapshot.write_bytes(snapshot.read_bytes()[:-1] + b"\x00")
     assert orders_in(await history(control)) == expected_orders(8)
     await control.close()
+
+
+async def test_an_event_that_begins_a_trace_does_not_continue_that_of_its_cause(
+    nats_url: str, fresh_run: str, tmp_path: Path
+) -> None:
+    control = await new_run(nats_url, fresh_run, tmp_path)
+    ctx = await context(nats_url, fresh_run)
+
+    def begins(event: Event) -> str:
+        return "order" if isinstance(event, RefitOrdered) and event.cell == 1 else ""
+
+    async with running(ctx, CountingCore(), begins=begins):
+        for number in (1, 2):
+            headers = {"traceparent": f"00-{number:032x}-{1:016x}-01"}
+            await control.publish(input_event(number), headers=headers)
+        await until(settled(control, 2))
+    traces = [
+        (m.event.cell, m.headers["traceparent"]) for m in await history(control) if isinstance(m.event, RefitOrdered)
+    ]
+    begun = {trace for cell, trace in traces if cell == 1}
+    assert begun
+    for cell, trace in traces:
+        continues = trace.split("-")[1] in (f"{1:032x}", f"{2:032x}")
+        assert continues == (cell != 1)
+    assert len(begun) == sum(cell == 1 for cell, _ in traces), "each is a trace of its own"
+    await control.close()

@@ -31,7 +31,6 @@ from services.cell_agent.trainer.model_spec import read_spec
 from services.cell_agent.trainer.parallel import Parallel
 from services.cell_agent.trainer.shards import gather_weights, scatter_bytes
 from services.cell_agent.trainer.stream_1f1b import Stream
-from services.cell_agent.transfer.mooncake import TransferSession
 from services.cell_agent.transfer.weights import Snapshot, Snapshots, manifest, view
 from shared.config import RunConfig
 
@@ -44,9 +43,9 @@ class OutOfOrder(Exception):
 
 
 class CellTrainer:
-    """`session` is the Transfer Engine on the control rank and None on the others."""
+    """`snapshots` are on the control rank, None on the others."""
 
-    def __init__(self, config: RunConfig, parallel: Parallel, session: TransferSession | None) -> None:
+    def __init__(self, config: RunConfig, parallel: Parallel, snapshots: Snapshots | None) -> None:
         self.config, self.parallel = config, parallel
         self.spec = read_spec(config.model.path)
         self.dtype = DTYPES[config.model.dtype]
@@ -57,8 +56,7 @@ class CellTrainer:
         training = config.training
         self.rule = LossRule(training.token_weight_cap, training.sequence_clip_low, training.sequence_clip_high)
         self.groups = CellGroups(parallel.rank, parallel.device)
-        self.snapshots = Snapshots(session) if session is not None else None
-        self._session = session
+        self.snapshots = snapshots
         self._open = False  # a batch takes micro-steps
         self._finalized = True
         self._sums: dict[int, Tensor] = {}
@@ -66,7 +64,7 @@ class CellTrainer:
 
     @property
     def session_address(self) -> str:
-        return self._session.address if self._session is not None else ""
+        return self.snapshots.session_address if self.snapshots is not None else ""
 
     # ------------------------------------------------------------------------------------------------- weights
 
@@ -106,23 +104,12 @@ class CellTrainer:
             raise hf_map.WeightsError(
                 f"snapshot {command.version} has another layout than this cell's model; all cells need the same model"
             )
-        times = {"pull_s": 0.0, "verify_s": 0.0, "load_s": 0.0}
+        times: dict[str, float] = {"load_s": 0.0}
         buffer: Tensor | None = None
         if self.snapshots is not None:
-            read_s = 0.0
-
-            def read(peer: str, address: int, into: Tensor, size: int) -> None:
-                nonlocal read_s
-                started = time.perf_counter()
-                assert self._session is not None
-                self._session.read(peer, address, into, size)
-                read_s = time.perf_counter() - started
-
-            started = time.perf_counter()
-            buffer = self.snapshots.pull(
-                command.version, command.session, command.address, nbytes, slots, command.digest, read
-            ).buffer
-            times |= {"pull_s": read_s, "verify_s": time.perf_counter() - started - read_s}
+            snapshot, report = self.snapshots.pull(command, command.peers)
+            buffer = snapshot.buffer
+            times |= report.metrics()
         if command.load:
             started = time.perf_counter()
             buffer = scatter_bytes(self.parallel, buffer, nbytes)

@@ -33,6 +33,7 @@ from collections.abc import Mapping
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import numpy as np
 import torch
 import torch.multiprocessing
 from torch import Tensor
@@ -50,8 +51,10 @@ class RefitError(Exception):
 
 def refit(engine_url: str, snapshot: Snapshot, on_cpu: bool, stale: str = "drop") -> dict[str, float]:
     """Load `snapshot` into the engine as weight version str(version). `stale`: "drop" or "keep" the KV of live calls.
-    Returns push_s and verify_s. Raises RefitError."""
-    started = time.perf_counter()
+
+    Returns the seconds of its steps: copy_s (the bytes go to shared memory), pause_s (calls are put aside, the update
+    is opened), load_s (the engine takes the bytes), check_s (they are compared), resume_s. Raises RefitError."""
+    times = [time.perf_counter()]
     keep = stale == "keep"
     if keep:
         _require_namespaces(engine_url)
@@ -62,21 +65,25 @@ def refit(engine_url: str, snapshot: Snapshot, on_cpu: bool, stale: str = "drop"
         "flush_cache": not keep,
         "weight_version": str(snapshot.version),
     }
+    times.append(time.perf_counter())
     _call(engine_url, "POST", "/pause_generation", {"mode": "in_place" if keep else "retract"})
     try:
         _open_session(engine_url)
     except RefitError:
         _call(engine_url, "POST", "/continue_generation", {})  # nothing has changed yet
         raise
+    times.append(time.perf_counter())
     _call(engine_url, "POST", "/update_weights_from_tensor", body)
     _call(engine_url, "POST", "/end_weight_update", {})
-    pushed = time.perf_counter()
+    times.append(time.perf_counter())
     if on_cpu and tensor_ranks == 1:
         verify_checksums(engine_url, weights)
     else:
         verify_samples(engine_url, weights)
+    times.append(time.perf_counter())
     _call(engine_url, "POST", "/continue_generation", {})
-    return {"push_s": pushed - started, "verify_s": time.perf_counter() - pushed}
+    times.append(time.perf_counter())
+    return dict(zip(("copy_s", "pause_s", "load_s", "check_s", "resume_s"), np.diff(times).tolist(), strict=True))
 
 
 def _require_namespaces(engine_url: str) -> None:

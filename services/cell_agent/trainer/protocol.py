@@ -29,16 +29,20 @@ class Load(Message, frozen=True, kw_only=True, tag="load"):
 
 
 class Pull(Message, frozen=True, kw_only=True, tag="pull"):
-    """Read a published snapshot over the Transfer Engine, verify its digest, keep it; with `load` also put it into
-    the training model (joining a batch). -> Done(metrics={"pull_s", "verify_s", "load_s"})"""
+    """Get a published snapshot over the Transfer Engine from its owner and from other cells that have some of it
+    (`peers`: host:port of their offers), verified; keep it; with `load` also put it into the training model (joining a
+    batch). -> Done(metrics={"pull_s", "verify_s", "load_s", "core_bytes", "cell_bytes", "sources", "lost_sources"})"""
 
     session: str
     address: int
     nbytes: int
     tensors: tuple[TensorSlice, ...]
     digest: str
+    chunk_bytes: int
+    chunks: bytes
     version: int
     load: bool = True
+    peers: tuple[str, ...] = ()
 
 
 class BeginBatch(Message, frozen=True, kw_only=True, tag="begin_batch"):
@@ -100,7 +104,7 @@ class Export(Message, frozen=True, kw_only=True, tag="export"):
 
 class Refit(Message, frozen=True, kw_only=True, tag="refit"):
     """Put the last pulled (or, on the core, published) snapshot `version` into the SGLang server at `engine_url`
-    between its begin/end calls, and verify it. -> Done(metrics={"push_s", "verify_s"})"""
+    between its begin/end calls, and verify it. -> Done(metrics=the seconds of each step: engine_push.refit)"""
 
     engine_url: str
     version: int
@@ -114,11 +118,13 @@ class Exit(Message, frozen=True, kw_only=True, tag="exit"):
 
 
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
-    """First frame after connecting (id 0): the workers of the cell stand. `store`: the core's TCP store."""
+    """First frame after connecting (id 0): the workers of the cell stand. `store`: the core's TCP store; `offers`:
+    where other cells hear of the snapshots that are held here."""
 
     pid: int
     world_size: int
     store: str = ""
+    offers: str = ""
 
 
 class Done(Message, frozen=True, kw_only=True, tag="done"):
@@ -139,6 +145,8 @@ class Published(Message, frozen=True, kw_only=True, tag="published"):
     nbytes: int
     tensors: tuple[TensorSlice, ...]
     digest: str
+    chunk_bytes: int
+    chunks: bytes
 
 
 class Alive(Message, frozen=True, kw_only=True, tag="alive"):

@@ -131,6 +131,8 @@ class Worker:
                 nbytes=snapshot.buffer.nbytes,
                 tensors=snapshot.tensors,
                 digest=snapshot.digest,
+                chunk_bytes=snapshot.chunk_bytes,
+                chunks=snapshot.chunks,
             )
         )
 
@@ -156,11 +158,11 @@ def main() -> None:
     )
     relay = Relay(parallel, arguments.socket)
     try:
-        worker, store, address = _stand_up(config, parallel, relay, arguments)
+        worker, store, address, offers = _stand_up(config, parallel, relay, arguments)
     except Exception as error:
         relay.reply(protocol.Failed(id=0, reason=f"{type(error).__name__}: {error}"))
         raise
-    relay.reply(protocol.Hello(id=0, pid=os.getpid(), world_size=parallel.world, store=address))
+    relay.reply(protocol.Hello(id=0, pid=os.getpid(), world_size=parallel.world, store=address, offers=offers))
     relay.live()
     worker.run()
     del store
@@ -170,17 +172,18 @@ def main() -> None:
 
 def _stand_up(
     config: RunConfig, parallel: Parallel, relay: Relay, arguments: argparse.Namespace
-) -> tuple[Worker, Any, str]:
+) -> tuple[Worker, Any, str, str]:
     from services.cell_agent.trainer.cell_trainer import CellTrainer
     from services.cell_agent.trainer.groups import serve_store
-    from services.cell_agent.transfer.mooncake import TransferSession
+    from services.cell_agent.transfer.weights import Snapshots
 
-    store, address, session = None, "", None
+    store, address, snapshots, offers = None, "", None, ""
     if parallel.is_control:
-        session = TransferSession(arguments.host, arguments.transfer)
+        snapshots = Snapshots.of_cell(arguments.cell, arguments.host, arguments.transfer)
+        offers = snapshots.offers_address
         if arguments.cell == 0:
             store, address = serve_store(arguments.host)
-    return Worker(CellTrainer(config, parallel, session), relay, parallel), store, address
+    return Worker(CellTrainer(config, parallel, snapshots), relay, parallel), store, address, offers
 
 
 if __name__ == "__main__":

@@ -144,4 +144,4 @@ def _requests(nbytes: int) -> list[int]:
     return [REQUEST_BYTES] * whole + ([rest] if rest else [])
 
 
-Reader = Callable[[str, int, torch.Tensor, int], None]  # TransferSession.read, or a scripted counterpart in a test
+Reader = Callable[[str, Sequence[Piece]], int]  # TransferSession.read_pieces, or a scripted counterpart in a test

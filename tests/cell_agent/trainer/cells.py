@@ -65,6 +65,8 @@ async def pull(handle: TrainerHandle, published: protocol.Published, load: bool 
             nbytes=published.nbytes,
             tensors=published.tensors,
             digest=published.digest,
+            chunk_bytes=published.chunk_bytes,
+            chunks=published.chunks,
             version=published.version,
             load=load,
         )
@@ -76,8 +78,7 @@ async def pull(handle: TrainerHandle, published: protocol.Published, load: bool 
 def read_snapshot(published: protocol.Published) -> dict[str, Tensor]:
     """The published weights, pulled over the Transfer Engine into this process."""
     session = TransferSession("127.0.0.1")
-    p = published
-    snapshot = Snapshots(session).pull(p.version, p.session, p.address, p.nbytes, p.tensors, p.digest)
+    snapshot, _ = Snapshots(session).pull(published)
     weights = {name: tensor.clone() for name, tensor in snapshot.views().items()}
     session.close()
     return weights

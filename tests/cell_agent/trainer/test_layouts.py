@@ -75,7 +75,7 @@ async def test_two_cells_equal_one(tmp_path: Path) -> None:
         assert satellite.hello.store == ""
         for version in range(2):
             times = await cells.pull(satellite, await cells.publish(core, version))
-            assert times.keys() == {"pull_s", "verify_s", "load_s"}
+            assert times.keys() >= {"pull_s", "verify_s", "load_s"}
             await asyncio.gather(cells.train(core, steps[:2], version), cells.train(satellite, steps[2:], version))
             await asyncio.gather(contribute(core, 0, core.hello.store), contribute(satellite, 1, core.hello.store))
             await cells.step(core, 9, version + 1)

@@ -37,7 +37,7 @@ async def test_a_pull_from_a_stopped_core_ends_in_time_and_says_why(
             await asyncio.sleep(0.01)
         started = time.monotonic()
         with pytest.raises(TrainerFailed, match=f"{weights.session}.*hangs") as failure:
-            await Workers(satellite, 1, "second").pull(weights, lambda _: True, load=True)
+            await Workers(satellite, 1, "second").pull(weights, tuple, lambda _: True, load=True)
         assert failure.value.fatal, "its transfer may be blocked for minutes: the satellite's workers start again"
         assert time.monotonic() - started < LIMIT_S + 3
         os.kill(core.pids[0], signal.SIGKILL)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.cell_agent.transfer.mooncake import PeerUnreachable, TransferSession
+from services.cell_agent.transfer.chunks import Chunks, digests_of, name_of
+from services.cell_agent.transfer.mooncake import PeerUnreachable, Piece, Reader, TransferSession
 from services.cell_agent.transfer.weights import (
     ALIGNMENT,
     DigestMismatch,
@@ -15,10 +18,10 @@ from services.cell_agent.transfer.weights import (
     SnapshotError,
     SnapshotMissing,
     Snapshots,
-    digest,
     manifest,
     view,
 )
+from shared.events import WeightsPublished
 
 SHAPES: dict[str, tuple[int, ...]] = {"a.weight": (3, 5), "b.bias": (7,), "c.weight": (2, 2, 2)}
 
@@ -37,16 +40,27 @@ def publish(snapshots: Snapshots, version: int) -> Snapshot:
     return snapshots.publish(version, SHAPES, torch.float32, values(version).items())
 
 
-def pull(snapshots: Snapshots, source: Snapshot, address: str, **changed: object) -> Snapshot:
+def told(source: Snapshot, address: str, **changed: object) -> WeightsPublished:
+    """What its owner says of a snapshot."""
     fields: dict[str, object] = {
         "version": source.version,
-        "peer": address,
+        "cell": 0,
+        "incarnation": "i",
+        "session": address,
         "address": source.buffer.data_ptr(),
         "nbytes": source.buffer.nbytes,
         "tensors": source.tensors,
-        "expected": source.digest,
+        "digest": source.digest,
+        "chunk_bytes": source.chunk_bytes,
+        "chunks": source.chunks,
     }
-    return snapshots.pull(**(fields | changed))  # type: ignore[arg-type]
+    return WeightsPublished(**(fields | changed))  # type: ignore[arg-type]
+
+
+def pull(
+    snapshots: Snapshots, source: Snapshot, address: str, read: Reader | None = None, **changed: object
+) -> Snapshot:
+    return snapshots.pull(told(source, address, **changed), read=read)[0]
 
 
 @settings(deadline=None)
@@ -80,7 +94,7 @@ def test_a_wrong_digest_is_refused_and_nothing_is_handed_out(session: TransferSe
     source = publish(Snapshots(session), 3)
     mine = Snapshots(TransferSession("127.0.0.1"))
     with pytest.raises(DigestMismatch, match="version 3"):
-        pull(mine, source, session.address, expected="0" * 64)
+        pull(mine, source, session.address, digest="0" * 64)
     source.buffer[5] ^= 1  # damaged after it was published
     with pytest.raises(DigestMismatch):
         pull(mine, source, session.address)
@@ -95,7 +109,9 @@ def test_the_last_two_versions_stay_frozen_and_buffers_are_used_in_turn(session:
     held = [publish(snapshots, version) for version in range(5)]
     assert {s.buffer.data_ptr() for s in held} == {held[0].buffer.data_ptr(), held[1].buffer.data_ptr()}
     for version in (3, 4):
-        assert digest(snapshots.get(version).buffer) == held[version].digest
+        kept = snapshots.get(version)
+        chunks = Chunks(kept.buffer.nbytes, kept.chunk_bytes)
+        assert name_of(version, chunks, digests_of(kept.buffer, chunks)) == held[version].digest
         assert torch.equal(snapshots.get(version).views()["b.bias"], values(version)["b.bias"])
     with pytest.raises(SnapshotMissing, match=r"held: \[3, 4\]"):
         snapshots.get(2)
@@ -124,8 +140,8 @@ def test_a_failed_read_never_lends_its_buffer_again(session: TransferSession) ->
     mine = Snapshots(TransferSession("127.0.0.1"))
     seen: list[int] = []
 
-    def scripted_failure(peer: str, address: int, into: torch.Tensor, nbytes: int) -> None:
-        seen.append(into.data_ptr())
+    def scripted_failure(peer: str, pieces: Sequence[Piece]) -> int:
+        seen.append(pieces[0].into.data_ptr())
         raise PeerUnreachable(peer)
 
     for _ in range(3):
