@@ -6,9 +6,11 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+
+import pytest
 
 from deploy import local
 from deploy.local import LocalRun
@@ -45,8 +47,7 @@ def pid(run: LocalRun, service: str) -> int:
     return process.pid if process is not None and process.poll() is None else 0
 
 
-async def until(condition: object) -> None:
-    assert callable(condition)
+async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(LIMIT_S):
         while not condition():
             await asyncio.sleep(0.05)
@@ -67,7 +68,9 @@ async def test_server_and_services_that_die_together_come_back(tmp_path: Path) -
         assert run.failed is None
 
 
-async def test_a_service_that_keeps_dying_ends_the_run_with_its_log(tmp_path: Path, monkeypatch) -> None:
+async def test_a_service_that_keeps_dying_ends_the_run_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(local, "RESTARTS", 1)
     async with supervised(tmp_path, "scheduler") as run:
         for _ in range(2):
