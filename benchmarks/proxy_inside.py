@@ -172,16 +172,16 @@ async def play(inside: Inside, name: str, calls: int) -> dict[str, float]:
     }
 
 
-async def curve() -> dict[str, Any]:
+async def curve(lengths: list[int]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         inside = Inside(Path(folder), 4_000_000)
         await play(inside, "g000000x00", 20)  # warm
-        rows = [await play(inside, f"g00000{n}x00", calls) for n, calls in enumerate((100, 200, 400, 500, 800), 1)]
-    million = next(row for row in rows if row["calls"] == 500)
+        rows = [await play(inside, f"g{n:06d}x00", calls) for n, calls in enumerate(lengths, 1)]
+    cost = [(row["calls"], row["us_per_token"]) for row in rows]
     return {
-        "cpu_s_500_calls": round(million["working_s"] + million["reading_s"], 3),
-        "tokens_500_calls": million["tokens"],
-        "cost_per_token_800_over_100": round(rows[-1]["us_per_token"] / rows[0]["us_per_token"], 2),
+        "cpu_s": {row["calls"]: round(row["working_s"] + row["reading_s"], 3) for row in rows},
+        "tokens": {row["calls"]: row["tokens"] for row in rows},
+        "cost_per_token_longest_over_shortest": round(max(cost)[1] / min(cost)[1], 2),
         "curve": rows,
         **conditions(),
     }
@@ -217,9 +217,10 @@ def resident() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("curve", "memory"))
+    parser.add_argument("--calls", type=int, nargs="+", default=[100, 200, 400, 500, 800], help="of the curve")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    shown(asyncio.run(curve() if options.what == "curve" else memory()), options.json)
+    shown(asyncio.run(curve(options.calls) if options.what == "curve" else memory()), options.json)
 
 
 if __name__ == "__main__":

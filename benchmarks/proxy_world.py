@@ -84,9 +84,12 @@ async def measured(context: int, delay_s: tuple[float, float]) -> AsyncIterator[
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below the ports that the kernel gives out by itself: it stays free until it is used."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def text(rng: random.Random, tokens: int) -> str:

@@ -44,11 +44,11 @@ Parse = Callable[[Any, Mapping[str, str], Conversation], Request]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Line:
-    """The latest body of one line of work. `data`: its list from the first entry to the end of the last one; `ends`:
-    offsets in `data` at which entries end."""
+    """The latest body of one line of work. `data`: the part of it from the list's first entry to the end of the last
+    one, which keeps the body alive without copying it; `ends`: offsets in `data` at which entries end."""
 
     dialect: str
-    data: bytes
+    data: memoryview
     ends: list[int]
     conversation: Conversation
 
@@ -128,7 +128,7 @@ class Bodies:
         if cut.line is not None and cut.entries >= len(cut.line.ends) - CHANGED_AT_END:
             lines.remove(cut.line)
             self.kept -= len(cut.line.data)
-        lines.insert(0, _Line(dialect.name, data[start : start + ends[-1]], ends, conversation))
+        lines.insert(0, _Line(dialect.name, memoryview(data)[start : start + ends[-1]], ends, conversation))
         self.kept += len(lines[0].data)
         while len(lines) > LINES_PER_EXECUTION or (
             len(lines) > 1 and sum(len(line.data) for line in lines) > BYTES_PER_EXECUTION
@@ -139,7 +139,7 @@ class Bodies:
             self.forget(next(iter(self._lines)))
 
 
-def _shared(known: bytes, data: bytes, start: int) -> int:
+def _shared(known: memoryview, data: bytes, start: int) -> int:
     """How many bytes `known` and data[start:] have in common at their beginning."""
     if data.startswith(known, start):
         return len(known)

@@ -41,6 +41,8 @@ ANSWER_S, ANSWER_TRIES = 2.0, 3
 """Another proxy that does not answer so often, for so long, is gone."""
 TAKE_S = 45.0
 """So long an engine may take to end a call and hand out what it generated: more than its own limit for that."""
+REST_S = 2.0
+"""So long the end of an answer may take after its last report."""
 BAD_REPORTS = 3
 """After so many reports that cannot be true, in one call, the call fails."""
 _TOO_LONG = re.compile(r"context length|too long|exceeds?\b.*(?:max|limit|length)|longer than", re.I)
@@ -95,9 +97,13 @@ class EngineClient:
         self._stop_ids = list(stop_ids)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        self._rests: set[asyncio.Task[None]] = set()
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**20)
 
     async def close(self) -> None:
+        for task in self._rests:
+            task.cancel()
+        await asyncio.gather(*self._rests, return_exceptions=True)
         await self._session.close()
 
     def is_end(self, token: int) -> bool:
@@ -230,9 +236,7 @@ class EngineClient:
         asked_to_stop = False
         await ready()
         try:
-            async with self._session.post(
-                f"{route.url}/generate", data=body, headers={"content-type": "application/json"}
-            ) as response:
+            async with self._answer(f"{route.url}/generate", body) as response:
                 if response.status != 200:
                     _raise_for(response.status, await response.text())
                 async for chunk in _events(response):
@@ -244,6 +248,23 @@ class EngineClient:
                         await self._abort(route.url, rid)
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             raise EngineUnavailable(f"{type(error).__name__}: {error}") from error
+
+    @contextlib.asynccontextmanager
+    async def _answer(self, url: str, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The response, whose last bytes need not be read inside the block: a connection can be used again only when
+        they are, and a call has not to wait for them."""
+        response = await self._session.post(url, data=body, headers={"content-type": "application/json"})
+        try:
+            yield response
+        except BaseException:
+            response.close()
+            raise
+        if response.content.at_eof():
+            response.release()
+            return
+        task = asyncio.create_task(_read_rest(response))
+        self._rests.add(task)
+        task.add_done_callback(self._rests.discard)
 
     async def _abort(self, url: str, rid: str) -> None:
         """End one request: its stream then brings what is there, and ends. Without success it just runs on."""
@@ -271,6 +292,17 @@ class EngineClient:
         ids = [piece for piece in (*generation.prompt, partial) if piece]
         first = memoryview(ids[0])[1:] if ids else b""  # without its comma
         return b"".join((b'{"input_ids":[', first, *ids[1:], b"],", orjson.dumps(request)[1:]))
+
+
+async def _read_rest(response: aiohttp.ClientResponse) -> None:
+    """Read to the end, so that the connection serves another call; closed if the end does not come."""
+    try:
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, ConnectionError):
+            async with asyncio.timeout(REST_S):
+                while not response.content.at_eof():
+                    await response.content.readany()
+    finally:
+        response.release()
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:

@@ -127,6 +127,7 @@ class Turn:
     message: str = ""  # of an error
     bad_logprob: float | None = None  # reported for every token
     pause_s: float = 0.0  # before every report but the first
+    end_s: float = 0.0  # between the last report and the end of the answer
 
 
 @dataclass
@@ -139,6 +140,7 @@ class ScriptedEngine:
     default: Turn = field(default_factory=Turn)
     turns: list[Turn] = field(default_factory=list)
     requests: list[dict[str, Any]] = field(default_factory=list)
+    connections: set[Any] = field(default_factory=set)  # the client's ends of those that requests came through
     choose: Callable[[dict[str, Any]], Turn] | None = None
     interval: int = 3
     url: str = ""
@@ -189,6 +191,8 @@ class ScriptedEngine:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests.append(body)
+        if request.transport is not None:
+            self.connections.add(request.transport.get_extra_info("peername"))
         prompt = base64.b64encode(np.asarray(body["input_ids"], "<i4").tobytes()).decode()
         nothing = {"output_token_logprobs": [], "output_token_logprobs_length": 0, "finish_reason": {"type": "abort"}}
         self.kept[body["rid"]] = {"rid": body["rid"], "prompt": prompt, "meta_info": nothing}
@@ -229,6 +233,7 @@ class ScriptedEngine:
             if request.transport is not None:
                 request.transport.close()
             return response
+        await asyncio.sleep(turn.end_s)
         await response.write(b"data: [DONE]\n\n")
         return response
 

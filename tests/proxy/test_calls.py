@@ -196,6 +196,17 @@ async def test_an_engine_that_dies_or_refuses_is_tried_again(world, tokenizer):
     assert len(engine.requests) == 3
 
 
+async def test_calls_one_after_the_other_share_a_connection_to_the_engine(world):
+    run, engine = world
+    engine.default = Turn(end_s=0.05)
+    messages = [SYSTEM, USER]
+    for _ in range(4):
+        messages = [*messages, await run.chat(messages), USER]
+        await asyncio.sleep(0.3)
+    assert len(engine.requests) == 4
+    assert len(engine.connections) == 1
+
+
 async def test_calls_wait_while_the_cell_trains(world):
     run, engine = world
 
