@@ -20,6 +20,6 @@ SHORT = (
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
 async def test_the_books_are_right_after_four_strikes(tmp_path: Path) -> None:
-    result = await run_cases(tmp_path, [Case.of(name) for name in SHORT])
+    result = await run_cases(tmp_path, [Case.of(name) for name in SHORT], steps=13)
     assert not result.problems, result
     assert [s.outcome for s in result.strikes] == ["struck"] * len(SHORT), result.strikes
