@@ -131,7 +131,7 @@ async def test_compaction_on_a_context_that_is_too_long(world, version, monkeypa
 
     async def smaller(self, work, *arguments):
         if self.context > 60_000:
-            self.context = len(work.prompt) + 12_000
+            self.context = work.prompt.length + 12_000
         return await original(self, work, *arguments)
 
     monkeypatch.setattr(Generating, "run", smaller)

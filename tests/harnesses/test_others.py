@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from services.proxy.generating import Generating
 from shared.events import Sampling
 from tests.harnesses import programs
 from tests.harnesses.world import calls_text, check_exact, roots
@@ -99,5 +100,44 @@ async def test_codex_compacts(world):
 async def test_opencode_compacts(world):
     program, shell = HARNESSES["opencode"]
     classes, calls = await compacted(world, "opencode", program, shell, context=24_000)
+    assert "main_summary" in classes, (classes, calls)
+    assert classes[-1] == "main_task", (classes, calls)
+
+
+AGENTS = {"opencode": ("task", "general"), "qwen-code": ("agent", "general-purpose")}
+PART = "Your part: make part.txt"
+
+
+@pytest.mark.parametrize("name", AGENTS)
+async def test_sub_agent(world, name):
+    program, shell = HARNESSES[name]
+    tool, kind = AGENTS[name]
+
+    def policy(seen):
+        if "<tools>" not in seen.turns[0][1]:
+            return "A title"
+        if PART in seen.users and "DELEGATE" not in seen.users:
+            return calls_text(shell("echo part > part.txt")) if seen.results == 0 else "the part is done"
+        if seen.results == 0:
+            return calls_text((tool, {"description": "a part", "prompt": PART, "subagent_type": kind}))
+        return "all is done"
+
+    ran, main, shape = await play(world, (name, program, shell), policy, "DELEGATE the part")
+    assert (world[2] / "part.txt").exists(), ran.told
+    sub = [r for r in await world[0].records() if r.call_class == "sub_task"]
+    assert (len(sub), roots(sub), len(main)) == (2, 1, 2), shape
+
+
+async def test_opencode_compacts_on_a_context_that_is_too_long(world, monkeypatch):
+    original = Generating.run
+
+    async def smaller(self, work, *arguments):
+        if self.context > 60_000 and work.request.tools:
+            self.context = work.prompt.length + 12_000
+        return await original(self, work, *arguments)
+
+    monkeypatch.setattr(Generating, "run", smaller)
+    program, shell = HARNESSES["opencode"]
+    classes, calls = await compacted(world, "opencode", program, shell)
     assert "main_summary" in classes, (classes, calls)
     assert classes[-1] == "main_task", (classes, calls)
