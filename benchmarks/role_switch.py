@@ -8,7 +8,8 @@ whose harness is a streaming client that writes down the gaps between the events
 - both ways of a switch, split into steps. `control` is all of it that is not moving bytes: rollout -> training from the
   order to CellJoinedBatch without the pull and without waiting for a batch to open; training -> rollout from the order
   to the role change without the pull and without handing the bytes to the engine and comparing them there;
-- the share of the prefixes of moved calls that came with their pages (`cells.handover: pages`), page remainder aside;
+- the share of the prefixes of moved calls that came with their pages (`cells.handover: pages`), page remainder aside, of
+  calls whose pages were pinned; how many moved without (they were waiting, or could not be pinned in time) is told;
 - the longest gap between two events of a call, of moved calls and of the others of the same run.
 
 Then the pulls, by benchmarks/weight_fanout.py: a pull against a plain read of the Transfer Engine, several pulls at
@@ -259,7 +260,7 @@ def page_figures(stream: Sequence[tuple[float, ev.Event]]) -> dict[str, Any]:
         outcomes[answer.outcome] += 1
     return {
         "calls_moved": len(cuts),
-        "calls_without_a_whole_page": len(cuts) - len(held),
+        "calls_moved_without_pages": len(cuts) - len(held),
         "outcomes": dict(outcomes),
         "prefix_tokens": sum(cut.tokens for cut in held.values()),
         "pages_reused": came / max(1, sum(cut.tokens for cut in held.values())),
