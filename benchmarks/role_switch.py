@@ -8,8 +8,8 @@ whose harness is a streaming client that writes down the gaps between the events
 - both ways of a switch, split into steps. `control` is all of it that is not moving bytes: rollout -> training from the
   order to CellJoinedBatch without the pull and without waiting for a batch to open; training -> rollout from the order
   to the role change without the pull and without handing the bytes to the engine and comparing them there;
-- the share of the prefixes of moved calls that came with their pages (`cells.handover: pages`), page remainder aside, of
-  calls whose pages were pinned; how many moved without (they were waiting, or could not be pinned in time) is told;
+- the share of the prefixes of moved calls that came with their pages (`cells.handover: pages`), page remainder aside,
+  of calls whose pages were pinned; how many moved without (they were waiting, or not pinned in time) is told;
 - the longest gap between two events of a call, of moved calls and of the others of the same run.
 
 Then the pulls, by benchmarks/weight_fanout.py: a pull against a plain read of the Transfer Engine, several pulls at
