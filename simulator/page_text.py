@@ -224,6 +224,7 @@ the training phase; the machine was shared, load 15 to 30, so live times vary by
 |---|---|---|---|---|
 | demo, elastic, 48 steps | itself | 494 | 484 | -2.2 % |
 | demo, elastic, 6 steps | itself | 113.8 | 114.4 | +0.5 % |
+| demo, lookahead, 8 steps | itself | 249.0 | 254.3 | +2.1 % |
 | `modes.py`, elastic (3, 0.5), 3 cells, 6 steps | itself | 156.4 | 151.9 | -2.9 % |
 | `modes.py`, async (1, 1.5), 1 of 3 cells trains, 6 steps | itself | 190.0 | 193.1 | +1.6 % |
 | `modes.py`, async (1, 1.5), 1 of 3 cells trains, 6 steps | the elastic run | 190.0 | 204.8 | +7.8 % |
