@@ -2,8 +2,9 @@
 
 `python -m benchmarks.proxy_inside curve [--json]` plays executions of 100, 200, 400, 500 and 800 calls (2,000 new
 tokens each) and prints CPU seconds: `reading_s` is JSON and dialect, `working_s` matching, encoding, recording and
-putting the engine's ids together, `tokenizer_s` what the tokenizer library alone takes for the same texts. `memory`
-gives what one live execution of a million recorded tokens holds: its tree, ids, latest body and messages.
+putting the engine's ids together, `tokenizer_s` what the tokenizer library alone takes for the same texts (`own_` is
+without it). `memory` gives what one live execution of a million recorded tokens holds: its tree, ids, latest body and
+messages.
 """
 
 from __future__ import annotations
@@ -162,13 +163,15 @@ async def play(inside: Inside, name: str, calls: int) -> dict[str, float]:
     begun = cpu()
     for result in results:
         inside.tokenizer.encode(result, add_special_tokens=False)
+    library = cpu() - begun
     return {
         "calls": calls,
         "tokens": tokens,
         "working_s": round(working, 3),
         "reading_s": round(reading, 3),
-        "tokenizer_s": round(cpu() - begun, 3),
+        "tokenizer_s": round(library, 3),
         "us_per_token": round((working + reading) / tokens * 1e6, 3),
+        "own_us_per_token": round((working + reading - library) / tokens * 1e6, 3),
     }
 
 
@@ -177,11 +180,13 @@ async def curve(lengths: list[int]) -> dict[str, Any]:
         inside = Inside(Path(folder), 4_000_000)
         await play(inside, "g000000x00", 20)  # warm
         rows = [await play(inside, f"g{n:06d}x00", calls) for n, calls in enumerate(lengths, 1)]
-    cost = [(row["calls"], row["us_per_token"]) for row in rows]
+    cost = {key: [(row["calls"], row[key]) for row in rows] for key in ("us_per_token", "own_us_per_token")}
+    growth = {key: round(max(values)[1] / min(values)[1], 2) for key, values in cost.items()}
     return {
         "cpu_s": {row["calls"]: round(row["working_s"] + row["reading_s"], 3) for row in rows},
         "tokens": {row["calls"]: row["tokens"] for row in rows},
-        "cost_per_token_longest_over_shortest": round(max(cost)[1] / min(cost)[1], 2),
+        "cost_per_token_longest_over_shortest": growth["us_per_token"],
+        "own_cost_per_token_longest_over_shortest": growth["own_us_per_token"],
         "curve": rows,
         **conditions(),
     }
