@@ -60,16 +60,19 @@ class Lookahead:
         return s.burst_batches >= self._mu(s) or s.version >= self.settings.steps
 
     def cells_that_stay(self, s: State) -> int:
-        """As many as have work waiting, while the others hold what is outstanding and the next dispatch."""
+        """As many as have work waiting, while the others hold what is outstanding and the next dispatch. A cell that
+        died meanwhile, and those behind it, come back to rollout as at any burst's end."""
+        there = 0
+        while there < s.training and s.cells[there].ordered:
+            there += 1
         plan = self._plan(s, s.burst + 1)
         if plan.keep:
-            return min(
-                s.training, self._kept(s, plan), max(0, s.live_capacity - s.waterlevel) // max(1, self._places(s))
-            )
+            free = max(0, s.live_capacity - s.waterlevel) // max(1, self._places(s))
+            return min(there, self._kept(s, plan), free)
         dispatch = max(0, plan.last - s.groups_dispatched)
         spare = s.live_capacity - s.waterlevel - dispatch * self.settings.executions_per_group
         n = 0
-        while n < min(s.training, len(s.ready)) and s.cells[n].share.live_capacity <= spare:
+        while n < min(there, len(s.ready)) and s.cells[n].share.live_capacity <= spare:
             spare -= s.cells[n].share.live_capacity
             n += 1
         return n
