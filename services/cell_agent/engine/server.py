@@ -171,6 +171,7 @@ class Engine:
                 start_new_session=True,
             )
         engine = cls(spec, port, process, log, scratch)
+        engine._note()  # an agent may be killed while its engine starts, too
         try:
             await engine._until_healthy()
         except BaseException:
