@@ -266,8 +266,7 @@ async def a_flush_ends_leases(kv: KvClient, a: Engine) -> None:
 
 
 async def the_faster_way_is_chosen_by_what_was_measured(a: Engine, b: Engine) -> None:
-    """A page is computed sooner than moved; a link that turned out slow is not used, but tried again at times; where
-    computing turned out slow, pages move."""
+    """A link that turned out slow is not used, but tried again at times; where computing is slow, pages move."""
     kv = KvClient(SECRET)
     _, first = await stopped(kv, a, prompt(13, 1000))
     assert (await kv.move(a.url, b.url, first)).tokens == len(first.tokens), "nothing is measured yet"
@@ -276,7 +275,6 @@ async def the_faster_way_is_chosen_by_what_was_measured(a: Engine, b: Engine) ->
     print("measured", measured)
     assert measured.transfer_bytes_s is not None
     assert measured.prefill_tokens_s is not None
-    assert not kv.worth_moving(msgspec.structs.replace(first, tokens=first.tokens[:PAGE])).transfer
     slow_link, slow_engine = measured, measured
     for _ in range(30):
         slow_link = slow_link.after_transfer(1000, 1.0, 1.0)

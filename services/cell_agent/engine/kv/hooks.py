@@ -23,6 +23,7 @@ log = logging.getLogger("gyre.kv")
 state: Handover | None = None  # of this scheduler process
 unsupported = "the cache is not built yet"
 INTERNAL = ("expire", "reap")
+LEAST_MEASURED = 64  # tokens
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _COMPONENTS = "sglang.srt.managers.scheduler_components."
@@ -166,9 +167,11 @@ def before_generate(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> 
 
 
 def after_batch(_: Any, scheduler: Any, batch: Any, *args: Any, **__: Any) -> None:
-    """How fast this engine computes prompts decides whether pages are worth moving to it."""
-    if state is not None and batch.forward_mode.is_extend() and batch.extend_num_tokens and batch.launch_ts:
-        state.computed(int(batch.extend_num_tokens), time.monotonic() - batch.launch_ts)
+    """How fast this engine computes prompts decides whether pages are worth moving to it. Batches of a few tokens (the
+    first step of a call whose prefix is cached) would tell what a step costs, not what a token does."""
+    tokens = batch.extend_num_tokens or 0
+    if state is not None and batch.forward_mode.is_extend() and tokens >= LEAST_MEASURED and batch.launch_ts:
+        state.computed(int(tokens), time.monotonic() - batch.launch_ts)
 
 
 def after_version_change(_: Any, scheduler: Any, *args: Any, **__: Any) -> None:
