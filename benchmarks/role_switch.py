@@ -23,6 +23,7 @@ import asyncio
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -337,6 +338,7 @@ def main() -> None:
     parser.add_argument("--cells", type=int, default=4, help="satellites that pull at once over the links")
     parser.add_argument("--link-mbit", type=float, default=100.0)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # the run and the namespaces end in any case
     found = measure(args.steps, args.tokens, not args.no_links, args.size_mb, args.cells, args.link_mbit)
     print(json.dumps(found)) if args.json else show(found)
 

@@ -20,6 +20,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -272,6 +273,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--cell-process"]:
         cell_process(int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # the namespaces go in any case
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--size-mb", type=int, default=256, help="of a snapshot (limited links: 64 at most)")
