@@ -58,6 +58,8 @@ async def _stream(
     if call.reply.cancelled():  # the proxy stops: a broken connection is what every harness tries again after
         return False
     error = _error(call) or _contradiction(call, sent)
+    if error is not None and error.retry_after is not None:
+        return False  # as above: some harnesses take an error inside a stream for the end of their work
     if error is not None:
         await send(_part(writer.error(error), last=True))
         return False
