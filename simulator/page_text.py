@@ -218,7 +218,8 @@ It holds where a cell is a unit of hardware, as on a cluster; on one machine giv
 processor (`benchmarks/modes.py` does), or a mode that trains more slows its rollouts in a way that no event shows.
 
 Live runs against their own simulation, and against what the simulator said of them from another mode's run (seconds of
-the training phase; where it does not say *quiet* the machine was shared, load 15 to 30, so live times vary by themselves):
+the training phase; where it does not say *quiet* the machine was shared, load 15 to 30, so live times vary by
+themselves):
 
 | run | calibrated on | live | simulated | error |
 |---|---|---|---|---|
