@@ -83,7 +83,8 @@ class Takeover:
         owner = self._core.proxies.get(begun.proxy)
         if owner is None or owner.incarnation != begun.incarnation:
             return True
-        return not await self._engine.answers(owner.url)
+        dead = not await self._engine.answers(owner.url)
+        return dead and flight.begun is begun  # while this process asked, another may have become the owner
 
     async def take(self, flight: Flight) -> Flight | None:
         """The flight with this process as its owner; None if another one was first, or it has ended."""

@@ -92,7 +92,7 @@ async def refit_under_load(url: str, trainer: Any, old: Reference, folder: Path)
     assert largest_error(new, PROMPT, fresh) < 1e-4, "a new call used old keys and values"
     with pytest.raises(TrainerFailed, match="version 5"):
         await trainer.call(protocol.Refit(id=0, engine_url=url, version=5))
-    nothing = Snapshot(6, torch.zeros(0, dtype=torch.uint8), (), "")
+    nothing = Snapshot(6, torch.zeros(0, dtype=torch.uint8), (), "", 1, b"")
     with pytest.raises(RefitError, match="nothing was changed"):  # this engine has no namespaces for older pages
         await asyncio.to_thread(engine_push.refit, url, nothing, True, "keep")
     assert len((await generate(url, PROMPT, 4))["output_ids"]) == 4
