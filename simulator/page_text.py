@@ -246,6 +246,6 @@ SCALE = """
 ## Scale
 
 `python benchmarks/simulator_scale.py --cells 10000 --executions 1000000 --mode elastic --curve`, one process; a
-burst's start has about 290,000 executions outstanding. Measured on two processors that some thirty other processes
-shared, at low priority: the processor seconds count. The core's cost per event is processor time too.
+burst's start has about 290,000 executions outstanding. The run had one of two cores to itself (2026-11-29); the core's
+cost per event is processor time, taken on a busy machine.
 """

@@ -26,6 +26,7 @@ log = logging.getLogger("gyre.fanout")
 
 ORIGIN_READERS = 2  # while one verifies, the other reads
 PEER_READERS = 6
+ALONE = 16  # chunks per request where nobody waits for what this cell passes on: a request has a cost of its own
 LOOK_AGAIN_S = 0.02
 
 
@@ -83,7 +84,8 @@ class Pull:
     ) -> None:
         self._session, self._offers, self._wanted, self._abandoned = session, offers, wanted, abandoned
         self._read = read or session.read_pieces
-        self._swarm = Swarm(cell, wanted.chunks.count, ORIGIN_READERS)
+        self._at_once = 1 if wanted.peers else ALONE
+        self._swarm = Swarm(cell, wanted.chunks.count, ORIGIN_READERS * self._at_once)
         self._where = {ORIGIN: wanted.origin}
         self._delivered: set[int] = set()
         self._reading: dict[int, tuple[int, object]] = {}  # chunk -> source and reader
@@ -129,10 +131,11 @@ class Pull:
         staging: Tensor | None = None
         try:
             while (task := self._next(origin_first)) is not None:
-                source, chunk, where, claim = task
+                source, chunks, where, claim = task
                 if source == ORIGIN:
-                    self._from_origin(chunk, where)
+                    self._from_origin(chunks, where)
                     continue
+                (chunk,) = chunks
                 if staging is None:
                     staging = torch.empty(self._wanted.chunks.size, dtype=torch.uint8)
                     self._session.register(staging)
@@ -153,30 +156,36 @@ class Pull:
             self._error = self._error or error
             self._state.notify_all()
 
-    def _next(self, origin_first: bool) -> tuple[int, int, tuple[str, int], object] | None:
-        """(source, chunk, where, claim on the chunk); None: the pull is over."""
+    def _next(self, origin_first: bool) -> tuple[int, list[int], tuple[str, int], object] | None:
+        """(source, chunks, where, claim on them); None: the pull is over. Several chunks only if nobody else pulls."""
         with self._state:
             while self._error is None and not self._swarm.complete:
                 found = self._swarm.next(time.monotonic(), origin_first=origin_first)
                 if found is not None:
-                    source, chunk = found
-                    claim = object()
-                    self._reading[chunk] = (source, claim)
+                    (source, chunk), claim = found, object()
+                    chunks = [chunk]
+                    while len(chunks) < self._at_once:
+                        found = self._swarm.next(time.monotonic(), origin_first=origin_first)
+                        if found is None:
+                            break
+                        chunks.append(found[1])
+                    self._reading.update(dict.fromkeys(chunks, (source, claim)))
                     self._writing += source == ORIGIN
-                    return source, chunk, self._where[source], claim
+                    return source, chunks, self._where[source], claim
                 self._state.wait(LOOK_AGAIN_S)
         return None
 
-    def _from_origin(self, chunk: int, where: tuple[str, int]) -> None:
+    def _from_origin(self, chunks: list[int], where: tuple[str, int]) -> None:
         started, wanted = time.perf_counter(), self._wanted
-        offset, nbytes = wanted.chunks.span(chunk)
         session, address = where
+        spans = [wanted.chunks.span(chunk) for chunk in chunks]
         try:
-            self._read(session, [Piece(address + offset, wanted.into, offset, nbytes)])
-            read_s = time.perf_counter() - started
-            if not self._verified(wanted.into, offset, nbytes, chunk):
-                raise DamagedChunk(f"bytes {offset} to {offset + nbytes} are not those that were published")
-            self._got(ORIGIN, chunk, nbytes, read_s)
+            self._read(session, [Piece(address + offset, wanted.into, offset, nbytes) for offset, nbytes in spans])
+            read_s = (time.perf_counter() - started) / len(chunks)
+            for chunk, (offset, nbytes) in zip(chunks, spans, strict=True):
+                if not self._verified(wanted.into, offset, nbytes, chunk):
+                    raise DamagedChunk(f"bytes {offset} to {offset + nbytes} are not those that were published")
+                self._got(ORIGIN, chunk, nbytes, read_s)
         finally:
             self._wrote()
 
