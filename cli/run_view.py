@@ -13,6 +13,7 @@ from typing import Any
 
 from shared import events as ev
 from shared.codec import unpack_ids
+from shared.ids import agent_cell
 
 ROLES = ("offline", "rollout", "draining", "joining", "training", "returning")
 
@@ -171,8 +172,8 @@ def _phase(view: RunView, event: ev.RunPhaseChanged, now: float) -> None:
 
 def _service_died(view: RunView, event: ev.ServiceDied, now: float) -> None:
     view.error(now, f"{event.service} ended with code {event.exit_code}" + ("" if event.will_restart else ", given up"))
-    if event.service.startswith("cell-agent-"):  # it gave up a start of its own without another CellFailed
-        cell = int(event.service.removeprefix("cell-agent-"))
+    cell = agent_cell(event.service)
+    if cell is not None:  # it gave up a start of its own without another CellFailed
         view.failed_starts[cell] = view.failed_starts.get(cell, 0) + 1
         view.failure_log = view.failure_log or event.log_tail  # it may have died before it could say why
 

@@ -25,6 +25,7 @@ import psutil
 from shared.bus import Bus
 from shared.config import RunConfig
 from shared.events import ServiceDied
+from shared.ids import agent_cell, agent_service
 from shared.nats_server import NatsServer, NatsServerFailed, start_server
 
 RESTARTS = 5  # a service that dies more often than this ...
@@ -48,15 +49,16 @@ def _die_with_parent() -> None:
 
 
 def service_names(config: RunConfig) -> list[str]:
-    cells = [f"cell-agent-{k}" for k in range(config.cells.engines)]
+    cells = [agent_service(k) for k in range(config.cells.engines)]
     return [*cells, "scheduler", "trajectory", "proxy", "evaluator", "harness"]
 
 
 def service_command(name: str, url: str, run: str) -> list[str]:
     """The command line of one service: exactly what a person would type."""
-    kind, cell = ("cell-agent", name.removeprefix("cell-agent-")) if name.startswith("cell-agent-") else (name, "")
+    cell = agent_cell(name)
+    kind = name if cell is None else AGENT
     command = [sys.executable, "-m", "cli.main", "serve", kind, "--nats", url, "--run", run]
-    return [*command, "--cell", cell] if cell else command
+    return command if cell is None else [*command, "--cell", str(cell)]
 
 
 def log_tail(path: Path, lines: int = 25) -> str:
@@ -203,7 +205,7 @@ class LocalRun:
         running = {n: s.process for n, s in self.services.items() if s.process is not None}
         live = list(running.values())
         families = [psutil.Process(p.pid).children(recursive=True) for p in live if p.poll() is None]
-        agents = {name for name in running if name.startswith(AGENT)}
+        agents = {name for name in running if agent_cell(name) is not None}
         for names in (running.keys() - agents, agents):
             await _terminate([running[name] for name in names])
         for process in live:

@@ -11,6 +11,8 @@ import re
 TOKEN = re.compile(r"[A-Za-z0-9_-]+\Z")
 _REQUEST = re.compile(r"((.+x\d+)a\d+c\d+(?:p[A-Za-z0-9]+)?)-\d+\Z")
 
+_AGENT = "cell-agent-"
+
 SERVICES = ("control", "scheduler", "cell_agent", "proxy", "trajectory", "evaluator", "harness")
 
 
@@ -59,6 +61,17 @@ def batch_token(batch: int) -> str:
 
 def micro_step_id(batch: int, number: int) -> str:
     return f"{batch_token(batch)}m{number:04d}"
+
+
+def agent_service(cell: int) -> str:
+    """The service that is a cell's agent, as ServiceDied and the supervisor name it."""
+    return f"{_AGENT}{cell}"
+
+
+def agent_cell(service: str) -> int | None:
+    """The cell whose agent that service is; None for any other service."""
+    number = service.removeprefix(_AGENT)
+    return int(number) if service.startswith(_AGENT) and number.isdecimal() else None
 
 
 def cell_token(cell: int) -> str:

@@ -21,9 +21,9 @@ from services.cell_agent.roles import Role, Trigger, advance, allows
 from shared import events as ev
 from shared.actor import Do, Effect, Publish
 from shared.events import Event
+from shared.ids import agent_cell
 
 CORE = 0
-AGENT = "cell-agent-"  # + number: the service's name
 EXPORT_PHASES = ("eval_after", "finished")
 SNAPSHOTS = 2  # valid until the version after the next is published
 
@@ -154,9 +154,9 @@ class CellCore:
 
     def _service_died(self, event: ev.ServiceDied, now: float) -> None:
         """The supervisor sees the end of an agent long before its next incarnation can tell of it."""
-        cell = event.service.removeprefix(AGENT)
-        if event.service.startswith(AGENT) and cell.isdecimal() and int(cell) in self.state.live:
-            self._lose(int(cell))
+        cell = agent_cell(event.service)
+        if cell is not None and cell in self.state.live:
+            self._lose(cell)
 
     def _lose(self, cell: int) -> None:
         """Whatever ran in `cell` is gone; its snapshots and gradients with it."""

@@ -24,9 +24,9 @@ from shared import events as ev
 from shared.actor import Effect
 from shared.config import RunConfig, from_plain
 from shared.events import Event
+from shared.ids import agent_cell
 
 SERVICE = "scheduler"
-AGENT = "cell-agent-"
 
 
 class NotStarted(RuntimeError):
@@ -122,10 +122,10 @@ def _phase_changed(a: Actions, event: ev.RunPhaseChanged) -> None:
 
 
 def _service_died(a: Actions, event: ev.ServiceDied) -> None:
-    number = event.service.removeprefix(AGENT)
-    if not event.service.startswith(AGENT) or not number.isdecimal() or int(number) >= len(a.state.cells):
+    number = agent_cell(event.service)
+    if number is None or number >= len(a.state.cells):
         return
-    cell = a.state.cells[int(number)]
+    cell = a.state.cells[number]
     a.lose(cell)
     if event.will_restart or a.state.stopped:
         return
