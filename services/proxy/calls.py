@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -123,7 +123,7 @@ class Calls:
         progress = self._recorder.progress(plan, 0)
         progress.begin(self._takeover.begun(plan, prompt.length))
         work = Work(plan, prompt, request, call.created, progress, watched=call.reading is not None)
-        self._start(call, self._run(call, work))
+        self._start(call, partial(self._run, call, work))
         return call
 
     async def count_tokens(self, execution: Execution, request: Request) -> int:
@@ -232,7 +232,7 @@ class Calls:
         self._still_running(execution, key[1])
         call = _call(flight.begun.call, key)
         self._prepare_reading(call, execution, request)
-        self._start(call, self._join(call, execution, request))
+        self._start(call, partial(self._join, call, execution, request))
         return call
 
     async def _unattended(self, key: tuple[str, int, str]) -> Flight | None:
@@ -252,28 +252,17 @@ class Calls:
         return None
 
     async def _join(self, call: Call, execution: Execution, request: Request) -> None:
-        """Follow the call at its owner, or become its owner. Ends with call.reply done."""
-        try:
-            while True:
-                flight = self._core.flights.find(call.key[0], call.call)
-                if flight is None:
-                    return self._take_reply(call, execution, request)
-                if not await self._takeover.gone(flight):
-                    await self._takeover.watch.until(partial(self._changed, flight, flight.begun.take), FOLLOW_S)
-                    continue
-                taken = await self._takeover.take(flight)
-                if taken is not None:
-                    return await self._go_on(call, taken, execution, request)
-        except ApiError as error:
-            _fail(call, error)
-        except asyncio.CancelledError:
-            call.reply.cancel()
-            raise
-        except Exception as error:  # the edge of the call
-            log.exception("call %s failed", call.call)
-            _fail(call, ApiError(500, "internal", f"call {call.call} failed: {type(error).__name__}"))
-        finally:
-            self._ended(call)
+        """Follow the call at its owner, or become its owner."""
+        while True:
+            flight = self._core.flights.find(call.key[0], call.call)
+            if flight is None:
+                return self._take_reply(call, execution, request)
+            if not await self._takeover.gone(flight):
+                await self._takeover.watch.until(partial(self._changed, flight, flight.begun.take), FOLLOW_S)
+                continue
+            taken = await self._takeover.take(flight)
+            if taken is not None:
+                return await self._go_on(call, taken, execution, request)
 
     def _changed(self, flight: Flight, take: int) -> bool | None:
         now = self._core.flights.find(flight.begun.execution, flight.begun.call)
@@ -326,27 +315,21 @@ class Calls:
         call.reading = self._generating.reading(request, early=call.early)
         call.early = call.early and call.reading is not None
 
-    def _start(self, call: Call, doing: Coroutine[Any, Any, None]) -> None:
+    def _start(self, call: Call, doing: Callable[[], Awaitable[None]]) -> None:
         self._mine.setdefault(call.key[:2], set()).add(call.call)
         self._open[call.key] = call
         self._flying.add(call)
-        call.task = asyncio.get_running_loop().create_task(doing, name=call.call)
+        call.task = asyncio.get_running_loop().create_task(self._to_its_end(call, doing), name=call.call)
 
-    async def _run(self, call: Call, work: Work) -> None:
-        """Generate, record, reply. Ends with call.reply done, whatever happens."""
-        call.work = work
+    async def _to_its_end(self, call: Call, doing: Callable[[], Awaitable[None]]) -> None:
+        """The edge of a call: call.reply is done in the end, whatever happens."""
         try:
-            reply = await self._generating.run(work, call.read, lambda: bool(work.aborted) or not call.waiting)
-            call.discarded = work.discarded
-            if not call.reply.done():
-                call.reply.set_result(reply)
+            await doing()
         except ApiError as error:
-            if work.closing:
+            if call.work is not None and call.work.closing:
                 call.reply.cancel()
             else:
                 _fail(call, error)
-        except Lost:
-            await self._lost_to_another(call, work)
         except asyncio.CancelledError:
             call.reply.cancel()
             raise
@@ -355,6 +338,17 @@ class Calls:
             _fail(call, ApiError(500, "internal", f"call {call.call} failed: {type(error).__name__}"))
         finally:
             self._ended(call)
+
+    async def _run(self, call: Call, work: Work) -> None:
+        """Generate, record, reply."""
+        call.work = work
+        try:
+            reply = await self._generating.run(work, call.read, lambda: bool(work.aborted) or not call.waiting)
+        except Lost:
+            return await self._lost_to_another(call, work)
+        call.discarded = work.discarded
+        if not call.reply.done():
+            call.reply.set_result(reply)
 
     async def _lost_to_another(self, call: Call, work: Work) -> None:
         """Whoever waits here gets the reply from the call's new owner."""
