@@ -160,15 +160,13 @@ class Pull:
         """(source, chunks, where, claim on them); None: the pull is over. Several chunks only if nobody else pulls."""
         with self._state:
             while self._error is None and not self._swarm.complete:
-                found = self._swarm.next(time.monotonic(), origin_first=origin_first)
-                if found is not None:
-                    (source, chunk), claim = found, object()
-                    chunks = [chunk]
-                    while len(chunks) < self._at_once:
-                        found = self._swarm.next(time.monotonic(), origin_first=origin_first)
-                        if found is None:
-                            break
-                        chunks.append(found[1])
+                found: list[tuple[int, int]] = []
+                while len(found) < self._at_once and (
+                    one := self._swarm.next(time.monotonic(), origin_first=origin_first)
+                ):
+                    found.append(one)
+                if found:
+                    source, chunks, claim = found[0][0], [chunk for _, chunk in found], object()
                     self._reading.update(dict.fromkeys(chunks, (source, claim)))
                     self._writing += source == ORIGIN
                     return source, chunks, self._where[source], claim
