@@ -32,7 +32,9 @@ import psutil  # noqa: E402
 from benchmarks.modes_workload.deepen import deepen  # noqa: E402
 from benchmarks.processor_shares import Share, cpu_seconds, share_name  # noqa: E402
 from cli.history import open_stream  # noqa: E402
+from cli.run_view import RunView  # noqa: E402
 from shared import events as ev  # noqa: E402
+from simulator.recorded import Recording  # noqa: E402
 
 RUN_FILE = ROOT / "benchmarks" / "modes_workload" / "run.yaml"
 SCHEDULES = {
@@ -204,52 +206,40 @@ async def _has_begun(folder: Path, shares: Shares) -> bool:
 async def _outcome(
     name: str, async_cells: int, folder: Path, summary: dict[str, Any], busy: list[float], outside: float
 ) -> Outcome:
-    roles: dict[str, float] = defaultdict(float)
-    role: dict[int, tuple[str, float]] = {}
-    placed: dict[str, float] = {}
-    lives: list[float] = []
-    trained = begin = end = 0.0
-    commits: list[float] = []
+    view, recording = RunView(), Recording()
     async with open_stream(folder) as bus:
         async for stored in bus.read_until(await bus.last_sequence()):
-            event, now = stored.event, stored.time
-            if isinstance(event, ev.RunPhaseChanged):
-                begin = now if event.phase == "training" else begin
-                end = now if event.phase == "eval_after" else end
-            elif isinstance(event, ev.CellRoleChanged):
-                if event.cell in role and begin:
-                    was, since = role[event.cell]
-                    roles[was] += now - max(since, begin)
-                role[event.cell] = (event.role, now)
-            elif isinstance(event, ev.ExecutionPlaced):
-                placed[event.execution] = now
-            elif isinstance(event, ev.ExecutionFinished) and event.execution in placed:
-                lives.append(now - placed.pop(event.execution))
-            elif isinstance(event, ev.MicroStepTrained):
-                trained += event.seconds
-            elif isinstance(event, ev.BatchCommitted):
-                commits.append(now - begin)
-    for was, since in role.values():
-        roles[was] += max(0.0, end - max(since, begin))
-    total = sum(roles.values()) or 1.0
+            if stored.event is not None:
+                view.apply(stored.event, stored.time)
+                recording.apply(stored.event, stored.time)
+    begin = recording.training_at
+    end = next(at for at, phase in view.phases if phase == "eval_after")
+    roles: dict[str, float] = defaultdict(float)
+    for cell in view.cells.values():
+        until = [at for at, _ in cell.history[1:]] + [end]
+        for (since, role), at in zip(cell.history, until, strict=True):
+            roles[role] += max(0.0, min(at, end) - max(since, begin))
+    total = sum(roles.values())
+    lives = [seconds for group in recording.lives.values() for seconds in group.values()]
+    steps = summary["steps"]
     tokens = summary["tokens"]
     return Outcome(
         name=name,
         async_cells=async_cells if "async" in name else 0,
         wall_s=round(end - begin, 2),
-        steps=summary["steps"],
+        steps=steps,
         mean_staleness=round(summary["mean_staleness"], 3),
         busy=[round(b, 3) for b in busy],
         outside_cores=round(outside, 3),
-        role_share={k: round(v / total, 3) for k, v in sorted(roles.items())},
-        trained_s=round(trained / max(1, summary["steps"]), 2),
-        mean_execution_s=round(sum(lives) / max(1, len(lives)), 2),
-        longest_execution_s=round(max(lives, default=0.0), 2),
+        role_share={k: round(v / total, 3) for k, v in sorted(roles.items()) if v},
+        trained_s=round(sum(recording.trained.values()) / steps, 2),
+        mean_execution_s=round(sum(lives) / len(lives), 2),
+        longest_execution_s=round(max(lives), 2),
         generated=tokens["generated"],
         recorded=tokens["recorded"],
         moved_calls=summary["moved_calls"]["cut"],
         reward=round(summary["reward_last_quarter"] or 0.0, 3),
-        commits_s=[round(c, 1) for c in commits],
+        commits_s=[round(at - begin, 1) for at in recording.committed_at],
         run_dir=str(folder),
     )
 

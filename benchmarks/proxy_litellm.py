@@ -28,7 +28,8 @@ from typing import Any
 import aiohttp
 import orjson
 
-from benchmarks.proxy_world import Conversation, conditions, cpu_of, free_port, measured, shown, text
+from benchmarks.proxy_world import Conversation, conditions, cpu_of, measured, shown, text
+from services.cell_agent.engine.server import free_ports
 
 LITELLM = "litellm[proxy]==1.83.4"
 ENVIRONMENT = Path(".venvs/litellm")
@@ -54,7 +55,7 @@ def program() -> Path:
 @contextlib.asynccontextmanager
 async def litellm(engine_url: str) -> AsyncIterator[tuple[str, int]]:
     """(base URL, process id) of a running LiteLLM proxy."""
-    port = free_port()
+    (port,) = free_ports("127.0.0.1", 1)
     with tempfile.TemporaryDirectory() as name:
         config = Path(name) / "config.yaml"
         config.write_text(CONFIG.replace("ENGINE", engine_url))

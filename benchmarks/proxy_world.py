@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import random
-import socket
 import sys
 import tempfile
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import orjson
 
+from services.cell_agent.engine.server import free_ports
 from shared.events import ProxyReady, Sampling
 from shared.nats_server import start_server
 from tests.proxy.support import RUN_PROXY, TEXT, TOOLS, World, make_tokenizer
@@ -61,7 +61,7 @@ async def measured(context: int, delay_s: tuple[float, float]) -> AsyncIterator[
         tokenizer = make_tokenizer(folder / "model")
         server = start_server(folder / "nats")
         run = World(server.url, "bench", folder, folder / "model", context)
-        port = free_port()
+        (port,) = free_ports("127.0.0.1", 1)
         ids = json.dumps(tokenizer.encode(SAID, add_special_tokens=False))
         engine = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "benchmarks.proxy_stub", str(port), *map(str, delay_s), ids)
@@ -81,15 +81,6 @@ async def measured(context: int, delay_s: tuple[float, float]) -> AsyncIterator[
                 await process.wait()
             await run.end()
             server.kill()
-
-
-def free_port() -> int:
-    """Below the ports that the kernel gives out by itself: it stays free until it is used."""
-    while True:
-        port = random.randrange(20_000, 30_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def text(rng: random.Random, tokens: int) -> str:
