@@ -18,6 +18,7 @@ from simulator.setup import Setup
 from simulator.workloads import Durations
 from simulator.world import World as Simulated
 from tests.scheduler.checks import Checks
+from tests.scheduler.plans import lookahead_plans
 from tests.scheduler.world import Plan, World
 
 
@@ -35,22 +36,7 @@ class Told(Lookahead):
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    plan=st.builds(
-        Plan,
-        seed=st.integers(0, 10**6),
-        mode=st.just("lookahead"),
-        cells=st.integers(2, 5),
-        capacity=st.integers(1, 12),
-        mu=st.integers(1, 4),
-        phi=st.sampled_from([0.0, 0.5, 1.5]),
-        groups=st.integers(1, 5),
-        executions=st.integers(1, 4),
-        steps=st.integers(0, 12),
-        train_s=st.sampled_from([0.2, 20.0]),
-        deaths_per_hour=st.sampled_from([0.0, 20.0, 120.0]),
-        stops=st.integers(0, 2),
-        failures=st.sampled_from([0.0, 0.1, 1.0]),
-    ),
+    plan=lookahead_plans(most_steps=12),
     mu=st.integers(1, 4),
     keep=st.integers(1, 4),
 )

@@ -16,6 +16,7 @@ from simulator.setup import Setup
 from simulator.workloads import Durations
 from simulator.world import World
 from tests.scheduler.checks import Checks
+from tests.scheduler.plans import lookahead_plans
 from tests.scheduler.world import Plan
 from tests.scheduler.world import World as ScriptedWorld
 
@@ -92,22 +93,7 @@ def test_same_seed_same_result_byte_for_byte(setup: Setup) -> None:
 
 @settings(max_examples=60, **QUIET)  # type: ignore[arg-type]
 @given(
-    plan=st.builds(
-        Plan,
-        seed=st.integers(0, 10**6),
-        mode=st.just("lookahead"),
-        cells=st.integers(2, 5),
-        capacity=st.integers(1, 12),
-        mu=st.integers(1, 4),
-        phi=st.sampled_from([0.0, 0.5, 1.5]),
-        groups=st.integers(1, 5),
-        executions=st.integers(1, 4),
-        steps=st.integers(0, 20),
-        train_s=st.sampled_from([0.2, 20.0]),
-        deaths_per_hour=st.sampled_from([0.0, 20.0, 120.0]),
-        stops=st.integers(0, 2),
-        failures=st.sampled_from([0.0, 0.1, 1.0]),
-    )
+    plan=lookahead_plans(most_steps=20),
 )
 def test_lookahead_survives_deaths_and_stops(plan: Plan) -> None:
     world = ScriptedWorld(plan)
