@@ -153,6 +153,7 @@ class _Ahead:
         return max(0.0, (self.now.places - self.rollout.level) / self.now.per_cell)
 
     def begin_burst(self, outstanding: int) -> None:
+        self.owed = 0
         self._pass(self.now.pause_s if self.t else 0.0)
         self.joining = None
         self.owed = outstanding - (self.known - self.consumed)
@@ -194,9 +195,7 @@ class _Ahead:
             self.trained += min(available - self.trained, self.in_training * (following - self.t))
             self.t = following
             if following == finish:
-                rollout.finish_one(following)
-                if self.owed > 0:
-                    self._refill()
+                self._finish_one()
             else:
                 self.in_training = min(now.cells, self.in_training + now.join)
                 self.joining = None
@@ -210,11 +209,19 @@ class _Ahead:
     def commit(self) -> None:
         self._pass(self.now.commit_s)
 
+    def _finish_one(self) -> None:
+        """An execution ends now, and what the burst owes takes its place."""
+        self.rollout.finish_one(self.t)
+        if self.owed > 0:
+            self._refill()
+
     def _pass(self, seconds: float) -> None:
-        self.t += seconds
+        end = self.t + seconds
         running = self.rollout.running
-        while running and running[0][0] <= self.t:
-            self.rollout.finish_one(running[0][0])
+        while running and running[0][0] <= end:
+            self.t = running[0][0]
+            self._finish_one()
+        self.t = end
 
 
 def forecast(now: Outlook, mu: int, phi: float, steps: int, total: int, keep: float = 0.0) -> list[float]:
