@@ -46,4 +46,5 @@ def test_every_schedule_comes_to_its_end(now: Outlook, mu: int, phi: float, left
     """One commit per step, each no earlier than the one before it."""
     commits = forecast(now, mu, phi, left, left, float(min(keep, now.cells)))
     assert len(commits) == left
-    assert commits == sorted(commits) and commits[0] >= 0.0
+    assert commits == sorted(commits)
+    assert commits[0] >= 0.0

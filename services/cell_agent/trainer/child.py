@@ -65,17 +65,17 @@ def write_frame(connection: socket.socket, message: protocol.Reply) -> None:
         connection.sendall(len(data).to_bytes(4, "little") + data)
 
 
-def show_life(connection: socket.socket) -> None:
-    """From now on (the agent expects Hello first) tell it every few seconds that this process runs: one that is
-    stopped, or whose machine hangs, closes no connection."""
+def show_life(connection: socket.socket, rank: int = 0) -> None:
+    """From now on (of rank 0 the agent expects Hello first) tell it every few seconds that this process runs: one that
+    is stopped, or whose machine hangs, closes no connection."""
 
     def beat() -> None:
         while True:
-            time.sleep(ALIVE_EVERY_S)
             try:
-                write_frame(connection, protocol.Alive(id=0))
+                write_frame(connection, protocol.Alive(id=0, rank=rank))
             except OSError:
                 return  # the agent has gone
+            time.sleep(ALIVE_EVERY_S)
 
     threading.Thread(target=beat, name="sign-of-life", daemon=True).start()
 

@@ -30,10 +30,10 @@ import msgspec
 
 from services.cell_agent.logs import log_tail
 from services.cell_agent.trainer import protocol
+from services.cell_agent.trainer.lines import Lines, read_frame, send_frame
 from shared.config import RunConfig
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-MAX_FRAME = 1 << 30
 WORKER = "services.cell_agent.trainer.worker"
 RECEIVER = "services.cell_agent.receiver"
 LISTEN_S = 5.0
@@ -71,12 +71,14 @@ class TrainerExit:
     asked: bool
     returncodes: tuple[int | None, ...]
     log_tail: str
-    silent_s: float = 0.0  # killed because nothing was heard of them for so long
+    silent_s: float = 0.0  # killed because nothing was heard of some of them for so long:
+    silent: tuple[int, ...] = ()  # these ranks
 
     @property
     def how(self) -> str:
         if self.silent_s:
-            return f"gave no sign of life for {self.silent_s:.0f} s (stopped, or hung) and were killed"
+            ranks = ", ".join(map(str, self.silent))
+            return f"were killed: rank {ranks} gave no sign of life for {self.silent_s:.0f} s (stopped, or hung)"
         return f"died with exit codes {self.returncodes}"
 
 
@@ -88,6 +90,7 @@ class TrainerHandle:
         cell: int,
         log_path: Path,
         processes: list[asyncio.subprocess.Process],
+        lines: Lines,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         hello: protocol.Hello,
@@ -97,14 +100,15 @@ class TrainerHandle:
         self.hello = hello
         self.exited: asyncio.Future[TrainerExit] = asyncio.get_running_loop().create_future()
         self._processes = processes
+        self._lines = lines
         self._reader = reader
         self._writer = writer
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[protocol.Reply]] = {}
         self._closing = False
-        self._heard = True
         self._at_disk = 0  # commands
         self._silent_s = 0.0
+        self._silent: tuple[int, ...] = ()  # ranks
         self._listen = asyncio.create_task(self._watch_silence(), name=f"trainer-{cell}-silence")
         self._watch = asyncio.create_task(self._watch_processes(), name=f"trainer-{cell}-watch")
         self._read = asyncio.create_task(self._read_replies(), name=f"trainer-{cell}-read")
@@ -154,13 +158,12 @@ class TrainerHandle:
         return outcome
 
     async def _watch_silence(self) -> None:
-        """Kill workers whose control rank is not heard of any more; `_watch_processes` tells the rest."""
-        silent = 0
-        while silent < (AT_DISK_TIMES if self._at_disk else SILENT_TIMES):
-            self._heard = False
+        """Kill workers of which one rank is not heard of any more; `_watch_processes` tells the rest."""
+        while not self._silent:
             await asyncio.sleep(LISTEN_S)
-            silent = 0 if self._heard else silent + 1
-        self._silent_s = silent * LISTEN_S
+            enough = AT_DISK_TIMES if self._at_disk else SILENT_TIMES
+            silent = {rank: n for rank, n in self._lines.count().items() if n >= enough}
+            self._silent, self._silent_s = tuple(silent), max(silent.values(), default=0) * LISTEN_S
         await _kill(self._processes)
 
     async def _watch_processes(self) -> None:
@@ -172,7 +175,7 @@ class TrainerHandle:
         await asyncio.gather(*waits)
         codes = tuple(p.returncode for p in self._processes)
         self._listen.cancel()
-        outcome = TrainerExit(self._closing, codes, log_tail(self.log_path), self._silent_s)
+        outcome = TrainerExit(self._closing, codes, log_tail(self.log_path), self._silent_s, self._silent)
         await asyncio.wait([self._read], timeout=1.0)  # replies that were on their way still count
         error = TrainerDied(f"the workers of cell {self.cell} {outcome.how}; end of their log:\n{outcome.log_tail}")
         for future in self._waiting.values():
@@ -184,8 +187,8 @@ class TrainerHandle:
     async def _read_replies(self) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):  # death is the watcher's business
             while True:
-                reply = await read_frame(self._reader, protocol.Reply)
-                self._heard = True
+                reply = await read_frame(self._reader)
+                self._lines.heard.add(0)
                 future = self._waiting.get(reply.id)
                 if future is not None and not future.done():
                     future.set_result(reply)
@@ -212,18 +215,10 @@ async def launch(
     run_dir.mkdir(parents=True, exist_ok=True)
     config_path = run_dir / f"trainer-{cell}.json"
     config_path.write_bytes(msgspec.json.encode(config))
-    connected: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
-    connected = asyncio.get_running_loop().create_future()
-
-    async def on_connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if connected.done():
-            writer.close()
-        else:
-            connected.set_result((reader, writer))
-
+    lines = Lines(world)
     with tempfile.TemporaryDirectory(prefix="gyre-trainer-") as folder:  # short: socket paths end at 107 bytes
         path = f"{folder}/s"
-        server = await asyncio.start_unix_server(on_connect, path)
+        server = await asyncio.start_unix_server(lines.accept, path)
         processes: list[asyncio.subprocess.Process] = []
         try:
             command = _command(WORKER if trains else RECEIVER, path, config_path, world, cell, device, host)
@@ -231,26 +226,13 @@ async def launch(
             with log_path.open("ab") as log:
                 for rank in range(world):
                     processes.append(await _spawn(command, rank, environment, log))
-            reader, writer, hello = await _hello(connected, processes, cells.start_timeout_s, log_path, cell)
+            reader, writer, hello = await _hello(lines, processes, cells.start_timeout_s, log_path, cell)
         except BaseException:
             await _kill(processes)
             raise
         finally:
             server.close()
-    return TrainerHandle(cell, log_path, processes, reader, writer, hello)
-
-
-def send_frame(writer: asyncio.StreamWriter, message: protocol.Message) -> None:
-    data = msgspec.msgpack.encode(message)
-    writer.write(len(data).to_bytes(4, "little") + data)
-
-
-async def read_frame(reader: asyncio.StreamReader, kind: object) -> protocol.Reply:
-    size = int.from_bytes(await reader.readexactly(4), "little")
-    if size > MAX_FRAME:
-        raise TrainerDied(f"a frame of {size} bytes from the trainer: the connection is out of step; launch it again")
-    reply: protocol.Reply = msgspec.msgpack.decode(await reader.readexactly(size), type=kind)
-    return reply
+    return TrainerHandle(cell, log_path, processes, lines, reader, writer, hello)
 
 
 def _command(module: str, path: str, config_path: Path, world: int, cell: int, device: str, host: str) -> list[str]:
@@ -290,15 +272,14 @@ def _environment(config: RunConfig, device: str, host: str) -> dict[str, str]:
 
 
 async def _hello(
-    connected: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]],
+    lines: Lines,
     processes: list[asyncio.subprocess.Process],
     timeout_s: float,
     log_path: Path,
     cell: int,
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, protocol.Hello]:
     async def greet() -> tuple[asyncio.StreamReader, asyncio.StreamWriter, protocol.Hello]:
-        reader, writer = await connected
-        reply = await read_frame(reader, protocol.Reply)
+        reader, writer, reply = await lines.greeting()
         if not isinstance(reply, protocol.Hello):
             raise TrainerStartError(f"trainer of cell {cell} cannot start: {getattr(reply, 'reason', reply)}")
         return reader, writer, reply
@@ -309,8 +290,7 @@ async def _hello(
     if greeting in done or (done and (await asyncio.wait([greeting], timeout=1.0))[0]):  # a last Failed may be queued
         for death in deaths:
             death.cancel()
-        with contextlib.suppress(asyncio.IncompleteReadError):
-            return greeting.result()
+        return greeting.result()
     greeting.cancel()
     why = f"did not answer within {timeout_s:.0f} s" if not done else "ended while starting"
     raise TrainerStartError(f"trainer of cell {cell} {why}; end of {log_path}:\n{log_tail(log_path)}")

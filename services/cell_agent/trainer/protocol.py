@@ -118,7 +118,7 @@ class Exit(Message, frozen=True, kw_only=True, tag="exit"):
 
 
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
-    """First frame after connecting (id 0): the workers of the cell stand. `store`: the core's TCP store; `offers`:
+    """First frame of the control rank (id 0): the workers of the cell stand. `store`: the core's TCP store; `offers`:
     where other cells hear of the snapshots that are held here."""
 
     pid: int
@@ -150,7 +150,9 @@ class Published(Message, frozen=True, kw_only=True, tag="published"):
 
 
 class Alive(Message, frozen=True, kw_only=True, tag="alive"):
-    """Nobody's reply (id 0): the control rank's process runs, whatever it is busy with."""
+    """Nobody's reply (id 0): the process of `rank` runs, whatever it is busy with."""
+
+    rank: int
 
 
 class Failed(Message, frozen=True, kw_only=True, tag="failed"):

@@ -25,8 +25,10 @@ class Relay:
     def __init__(self, parallel: Parallel, path: str) -> None:
         self._parallel = parallel
         self._pushed_back: protocol.Command | None = None
-        if parallel.is_control:
-            self._socket = connect(path)
+        self._socket = connect(path)
+        if not parallel.is_control:
+            show_life(self._socket, parallel.rank)
+        else:
             self._arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
             threading.Thread(target=self._listen, name="agent-socket", daemon=True).start()
 

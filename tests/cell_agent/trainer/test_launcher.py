@@ -64,18 +64,23 @@ async def test_a_killed_worker_fails_the_waiting_calls_with_the_log(tmp_path: Pa
         assert (await handle.close()) is ended
 
 
-async def test_a_stopped_worker_is_noticed_killed_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_stopped_worker_is_noticed_killed_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
     monkeypatch.setattr(launcher, "LISTEN_S", child.ALIVE_EVERY_S + 0.5)
     monkeypatch.setattr(launcher, "SILENT_TIMES", 2)
-    config = run_config(write_model(tmp_path / "model"))
+    config = run_config(write_model(tmp_path / "model"), CellsConfig(count=1, pipeline_parallel=2))
     async with cells.cell(config, tmp_path) as handle:
         await cells.load(handle, config)
         await asyncio.sleep(3 * launcher.LISTEN_S)
-        assert not handle.exited.done(), "an idle worker is heard of"
-        os.kill(handle.pids[0], signal.SIGSTOP)
-        with pytest.raises(TrainerDied, match="no sign of life for 5 s"):
-            await asyncio.wait_for(handle.call(protocol.EndBatch(id=0)), 10)
-        assert (await handle.exited).silent_s == 5
+        assert not handle.exited.done(), "idle workers are heard of"
+        os.kill(handle.pids[rank], signal.SIGSTOP)
+        ended = await asyncio.wait_for(asyncio.shield(handle.exited), 20)
+        assert ended.silent == (rank,)
+        assert ended.silent_s >= 2 * launcher.LISTEN_S
+        with pytest.raises(TrainerDied):
+            await handle.call(protocol.EndBatch(id=0))
 
 
 async def test_workers_do_not_outlive_a_killed_agent(tmp_path: Path) -> None:
