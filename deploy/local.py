@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import fcntl
 import os
 import signal
@@ -27,13 +26,13 @@ from shared.config import RunConfig
 from shared.events import ServiceDied
 from shared.ids import agent_cell, agent_service
 from shared.nats_server import NatsServer, NatsServerFailed, start_server
+from shared.parent import die_with_parent
 
 RESTARTS = 5  # a service that dies more often than this ...
 WINDOW_S = 180.0  # ... within this time is given up, and the run with it
 STOP_S = 12.0  # twice: for all but the cell agents, then for these
 WATCH_S = 0.25
 AGENT = "cell-agent"
-_PR_SET_PDEATHSIG = 1
 
 
 class RunFailed(RuntimeError):
@@ -42,10 +41,6 @@ class RunFailed(RuntimeError):
 
 class RunBusy(RuntimeError):
     """Another process drives this run."""
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def service_names(config: RunConfig) -> list[str]:
@@ -140,7 +135,7 @@ class LocalRun:
                 stderr=log,
                 env=env,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=lambda: die_with_parent(signal.SIGTERM),
             )
 
     async def _watch_server(self) -> None:

@@ -6,11 +6,9 @@ server loses nothing (loss of power may cost the last `SYNC_INTERVAL`). A handle
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -18,14 +16,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from shared.parent import die_with_parent
+
 MAX_PAYLOAD = 8 * 1024 * 1024
 MAX_EVENT_BYTES = MAX_PAYLOAD - 64 * 1024  # room for headers
 SYNC_INTERVAL = "1s"
 START_LIMIT_S = 15.0
 LOG_TAIL = 2000
-
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)  # opened here: between fork and exec nothing may be loaded
 
 
 class NatsServerMissing(RuntimeError):
@@ -48,12 +45,6 @@ def find_server() -> Path:
             "nats-server 2.10 or newer, or name a running server with bus.url in the run file"
         )
     return Path(found)
-
-
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when the thread that started it ends. For the child, between fork and exec."""
-    if sys.platform == "linux":
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from shared.blobs import BlobStore
 from shared.bus import Bus
 from shared.config import RunConfig, from_plain
 from shared.events import RunStarted
-from shared.nats_server import die_with_parent as ask_to_die_with_parent
+from shared.parent import die_with_parent
 from shared.telemetry import Telemetry
 
 log = logging.getLogger("gyre.service")
@@ -169,7 +169,7 @@ def run_service(
 
     if with_parent:
         parent = os.getppid()
-        ask_to_die_with_parent()
+        die_with_parent()
         if os.getppid() != parent:
             return 1
     return int(uvloop.run(serve_main(name, nats_url, run, serve, args)))

@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from services.cell_agent.trainer import engine_push, protocol
-from services.cell_agent.trainer.child import connect, die_with_parent, parser, read_frame, show_life, write_frame
+from services.cell_agent.trainer.child import connect, end_with_parent, parser, read_frame, show_life, write_frame
 from services.cell_agent.transfer.mooncake import TransferError
 from services.cell_agent.transfer.weights import SnapshotError, Snapshots
 from shared.config import RunConfig
@@ -66,7 +66,7 @@ class Receiver:
 
 def main() -> None:
     arguments = parser("receives weights for an engine without a trainer").parse_args()
-    die_with_parent()
+    end_with_parent()
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s receiver %(message)s")
     config = msgspec.json.decode(Path(arguments.config).read_bytes(), type=RunConfig)

@@ -57,7 +57,7 @@ async def test_a_service_waits_for_its_run_and_stops_in_order(nats_url: str, fre
 async def test_a_broken_service_says_why_and_exits_with_one(nats_url: str, fresh_run: str, tmp_path: Path) -> None:
     control = await new_run(nats_url, fresh_run, tmp_path)
     process = start(nats_url, fresh_run, "broken")
-    _, errors = await asyncio.to_thread(process.communicate, timeout=20)
+    _, errors = await asyncio.to_thread(process.communicate, timeout=60)
     assert process.returncode == 1
     assert "RuntimeError: this service is broken" in errors
     await control.close()

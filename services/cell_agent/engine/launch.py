@@ -13,7 +13,6 @@ Nothing of this is touched on a machine with an accelerator.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import multiprocessing
@@ -26,17 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from services.cell_agent.engine import cpu_attention, kept, live_calls
+from shared.parent import die_with_parent
 
-PR_SET_PDEATHSIG = 1
 CPU_SHIMS = Path(__file__).parent / "cpu_shims"
 ENGINE_ONLY = Path(sys.prefix) / "engine-only"  # packages that would break others beside a CPU torch (deploy/setup.sh)
 
 
 def die_with(parent: int) -> None:
     """SIGKILL this process when `parent` dies; leave at once if it is dead already."""
-    libc = ctypes.CDLL("libc.so.6", use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    die_with_parent()
     if os.getppid() != parent:
         sys.exit(f"engine: the agent {parent} is gone")
 

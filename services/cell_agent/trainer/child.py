@@ -6,28 +6,24 @@ Frames: 4-byte little-endian length, then the message (protocol.py).
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
-import signal
 import socket
-import sys
 import threading
 import time
 
 import msgspec
 
 from services.cell_agent.trainer import protocol
+from shared.parent import die_with_parent
 
-PR_SET_PDEATHSIG = 1
 ALIVE_EVERY_S = 2.0
 _sending = threading.Lock()  # whole frames; a process has one connection
 
 
-def die_with_parent() -> None:
+def end_with_parent() -> None:
     """End this process when its parent ends: at once on Linux, within a second elsewhere."""
     parent = os.getppid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent()
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -25,7 +25,7 @@ import torch
 
 from services.cell_agent.trainer import parallel as parallel_module
 from services.cell_agent.trainer import protocol
-from services.cell_agent.trainer.child import die_with_parent, parser
+from services.cell_agent.trainer.child import end_with_parent, parser
 from services.cell_agent.trainer.parallel import Parallel
 from services.cell_agent.trainer.relay import DRAIN, Relay
 from shared.config import RunConfig
@@ -139,7 +139,7 @@ class Worker:
 
 def main() -> None:
     arguments = parser("one rank of a cell's training workers").parse_args()
-    die_with_parent()
+    end_with_parent()
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s rank {arguments.rank} %(message)s")
     logging.getLogger("megatron").setLevel(logging.WARNING)
