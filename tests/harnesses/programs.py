@@ -99,8 +99,13 @@ async def opencode(url: str, task: str, folder: Path, *extra: str, context: int 
     return await run_program([str(program), "run", "--format", "json", *extra, task], env, folder)
 
 
-async def qwen_code(url: str, task: str, folder: Path, *extra: str) -> Ran:
+async def qwen_code(url: str, task: str, folder: Path, *extra: str, context: int = 0) -> Ran:
     program = installed("qwen-code", "node_modules/.bin/qwen")
+    if context:
+        home = folder.parent / "home" / ".qwen"
+        home.mkdir(parents=True, exist_ok=True)
+        settings = {"model": {"generationConfig": {"contextWindowSize": context}}}
+        (home / "settings.json").write_text(json.dumps(settings))
     env = {"OPENAI_API_KEY": "secret", "OPENAI_BASE_URL": url + "/v1", "OPENAI_MODEL": "m"}
     return await run_program([str(program), "-p", task, "--yolo", "--auth-type", "openai", *extra], env, folder)
 

@@ -69,6 +69,10 @@ async def test_parallel_and_malformed_calls(world, harness):
     assert all((world[2] / f"{n}.txt").exists() for n in "abc")
 
 
+SUMMARY = "<analysis>a</analysis>\n<state_snapshot>Summary: the work is half done.</state_snapshot>"
+ASKED = re.compile(r"(?i)summary|summariz|checkpoint|state_snapshot")
+
+
 async def compacted(world, name, program, shell, **options):
     """A task of many turns with a window that it outgrows; returns the classes of its calls."""
     run, script, workspace = world
@@ -77,8 +81,8 @@ async def compacted(world, name, program, shell, **options):
 
     def policy(seen):
         calls.append((len(seen.ids), seen.last[-150:]))
-        if "<tools>" not in seen.turns[0][1] or re.search(r"(?i)summary|summariz|checkpoint", seen.last[-3000:]):
-            return "Summary: the work is half done."
+        if "<tools>" not in seen.turns[0][1] or ASKED.search(seen.last[-3000:]):
+            return SUMMARY
         if "half done" in seen.users or len(calls) > 25:
             return "all is done"
         return calls_text(shell(f"seq {len(calls)} 900"))
@@ -100,6 +104,13 @@ async def test_codex_compacts(world):
 async def test_opencode_compacts(world):
     program, shell = HARNESSES["opencode"]
     classes, calls = await compacted(world, "opencode", program, shell, context=24_000)
+    assert "main_summary" in classes, (classes, calls)
+    assert classes[-1] == "main_task", (classes, calls)
+
+
+async def test_qwen_code_compacts(world):
+    program, shell = HARNESSES["qwen-code"]
+    classes, calls = await compacted(world, "qwen-code", program, shell, context=60_000)
     assert "main_summary" in classes, (classes, calls)
     assert classes[-1] == "main_task", (classes, calls)
 
@@ -128,7 +139,29 @@ async def test_sub_agent(world, name):
     assert (len(sub), roots(sub), len(main)) == (2, 1, 2), shape
 
 
-async def test_opencode_compacts_on_a_context_that_is_too_long(world, monkeypatch):
+async def test_codex_sub_agent(world):
+    """The main line starts one and waits for it."""
+    program, shell = HARNESSES["codex"]
+
+    def policy(seen):
+        if PART in seen.users and "DELEGATE" not in seen.users:
+            return calls_text(shell("echo part > part.txt")) if seen.results == 0 else "the part is done"
+        if seen.results == 0:
+            return calls_text(("spawn_agent", {"message": PART}))
+        if seen.results == 1:
+            started = re.findall(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f-]{22}", seen.last)
+            return calls_text(("wait_agent", {"targets": started[:1], "timeout_ms": 120_000}))
+        return "all is done"
+
+    ran, main, shape = await play(world, ("codex", program, shell), policy, "DELEGATE the part")
+    assert (world[2] / "part.txt").exists(), ran.told
+    sub = [r for r in await world[0].records() if r.call_class == "sub_task"]
+    assert (len(sub), roots(sub), len(main)) == (2, 1, 3), (shape, ran.told)
+
+
+@pytest.fixture
+def small_context(monkeypatch):
+    """An engine whose context is soon too short for an agent's calls; what has no tools still fits."""
     original = Generating.run
 
     async def smaller(self, work, *arguments):
@@ -137,7 +170,23 @@ async def test_opencode_compacts_on_a_context_that_is_too_long(world, monkeypatc
         return await original(self, work, *arguments)
 
     monkeypatch.setattr(Generating, "run", smaller)
-    program, shell = HARNESSES["opencode"]
-    classes, calls = await compacted(world, "opencode", program, shell)
+
+
+@pytest.mark.parametrize("name", ["opencode", "qwen-code"])
+async def test_a_context_that_is_too_long_is_compacted(world, small_context, name):
+    program, shell = HARNESSES[name]
+    classes, calls = await compacted(world, name, program, shell)
     assert "main_summary" in classes, (classes, calls)
     assert classes[-1] == "main_task", (classes, calls)
+
+
+async def test_codex_ends_on_a_context_that_is_too_long(world, small_context):
+    """It does not compact then; it says why it ends, and what was generated is recorded."""
+    run, script, workspace = world
+    program, shell = HARNESSES["codex"]
+    await run.execution(harness="codex", sampling=Sampling(max_new_tokens=4000))
+    script.policy = lambda seen: calls_text(shell(f"seq {seen.results} 900"))
+    ran = await program(run.ready.url, "count and count", workspace)
+    assert "context window" in ran.out, ran.told
+    main = [r for r in await check_exact(run, script) if r.call_class == "main_task"]
+    assert (roots(main), len(main) > 1) == (1, True), ran.told
