@@ -48,6 +48,7 @@ class State(msgspec.Struct):
     refit: int = -1  # version that the engine is asked to load
     refit_issued: int = -1
     admit: bool = False  # Admit is to be issued
+    admit_issued: int = -1  # version that it asked for
 
     live: dict[int, str] = {}  # incarnations of all cells
     store: str = ""
@@ -170,7 +171,7 @@ class CellCore:
             self._out.extend(s.moves.lost(cell, s.incarnation))
             s.incarnation, s.role, s.deferred, s.left = "", Role.OFFLINE, None, (0, 0)
             s.trainer_ready, s.admit, s.joined, s.join_issued = False, False, False, False
-            s.engine_version = s.refit = s.refit_issued = s.export_issued = -1
+            s.engine_version = s.refit = s.refit_issued = s.admit_issued = s.export_issued = -1
         elif cell in s.reducing and s.cell in s.reducing:
             assert s.batch is not None
             self._do(do.LostMember, cell=cell, batch=s.batch.batch, attempt=s.batch.attempt)
@@ -281,7 +282,8 @@ class CellCore:
     def _refitted(self, event: ev.CellRefitted, now: float) -> None:
         s = self.state
         if self._ours(event):
-            s.engine_version, s.refit_issued = event.version, -1
+            s.engine_version = event.version
+            s.refit_issued = -1 if event.version >= s.refit_issued else s.refit_issued
             self._maybe_refitted(now)
 
     def _maybe_refitted(self, now: float) -> None:
@@ -418,6 +420,14 @@ class CellCore:
         if s.live.get(event.cell) == event.incarnation:
             s.weights[event.version] = event
             s.weights = dict(sorted(s.weights.items())[-SNAPSHOTS:])
+            self._ask_again()
+
+    def _ask_again(self) -> None:
+        """What the engine was to load may be overtaken before it is here: it cannot be pulled any more then."""
+        s, oldest = self.state, min(self.state.weights)
+        s.admit |= s.engine_version < 0 < s.admit_issued < oldest
+        if s.engine_version < s.refit_issued < oldest:
+            s.refit_issued = -1
 
     # --------------------------------------------------------------------------------- what the state now allows
 
@@ -436,7 +446,7 @@ class CellCore:
         """Bring the engine up, then keep it at the version that is asked for, one refit at a time."""
         s = self.state
         if s.admit and (s.committed == 0 or s.committed in s.weights):
-            s.admit = False
+            s.admit, s.admit_issued = False, s.committed
             self._do(do.Admit, weights=s.weights.get(s.committed) if s.committed else None)
         if s.engine_version >= 0 and s.refit > s.engine_version and s.refit_issued < 0:
             fit = [v for v in s.weights if s.refit <= v <= s.committed]

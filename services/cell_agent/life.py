@@ -228,7 +228,7 @@ class Life:
             assert self._engine is not None
             wanted = command.weights.version if command.weights is not None else 0
             if self.served or (command.weights is not None and await self._bring_to(command.weights) is None):
-                return  # done before; or the core was lost: a new Admit follows with its new snapshot
+                return  # done before; or the core was lost, or went on: a new Admit follows with its new snapshot
             if self._engine.version != wanted:
                 raise EngineFailed(f"engine is at version {self._engine.version}, not {wanted}", self._engine.log)
             self.served = True
@@ -246,8 +246,8 @@ class Life:
     # -------------------------------------------------------------------------------------------------- weights
 
     async def _bring_to(self, weights: ev.WeightsPublished) -> dict[str, float] | None:
-        """Put `weights` into the engine: what it took (CellRefitted). None if the core was lost before they were
-        here."""
+        """Put `weights` into the engine: what it took (CellRefitted). None if the core was lost, or had published two
+        newer ones, before they were here."""
         assert self._engine is not None
         if self._engine.version == weights.version:
             return {}

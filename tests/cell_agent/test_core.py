@@ -134,6 +134,31 @@ def test_a_late_engine_waits_for_the_live_core_s_weights():
     assert commands == [do.Admit(incarnation="c1", weights=fresh)]
 
 
+def test_a_slow_engine_is_admitted_with_newer_weights_when_its_own_are_overtaken():
+    """The core keeps two snapshots; what has left cannot be pulled any more."""
+    core = CellCore(1)
+    first = weights_of(1, "c0")
+    commands, _ = played(core, started(0), committed("m"), first, started(1))
+    assert commands[-1] == do.Admit(incarnation="c1", weights=first)
+    second, third = weights_of(2, "c0"), weights_of(3, "c0")
+    assert played(core, second)[0] == []
+    assert [type(c) for c in played(core, committed("m", version=2))[0]] == [do.Settle]
+    assert played(core, third)[0] == [do.Admit(incarnation="c1", weights=second)]
+
+
+def test_a_slow_refit_is_asked_for_again_when_its_weights_are_overtaken():
+    core = CellCore(1)
+    refit = ev.RefitOrdered(cell=1, version=1)
+    first, second, third = (weights_of(v, "c0") for v in (1, 2, 3))
+    commands, _ = played(core, *UP, first, committed("m"), refit)
+    assert commands == [do.Refit(incarnation="c1", weights=first)]
+    assert played(core, second)[0] == []
+    assert [type(c) for c in played(core, committed("m", version=2))[0]] == [do.Settle]
+    assert played(core, third)[0] == [do.Refit(incarnation="c1", weights=second)]
+    old = ev.CellRefitted(cell=1, incarnation="c1", version=1, seconds=0.0)
+    assert played(core, old)[0] == []  # it came just in time after all: the newer one is still under way
+
+
 def test_rollout_begins_when_engine_and_trainer_stand():
     core = CellCore(1)
     _, published = played(core, *UP)

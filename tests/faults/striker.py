@@ -26,7 +26,7 @@ from tests.faults.processes import Processes, signal_all
 TRIES = 4
 LOOK_S = 0.3
 UP_LIMIT_S = 240.0  # a struck cell is back by then, also one that is only stopped and must be noticed first
-STEP_LIMIT_S = 90.0  # the step comes within so long, if the run goes on
+STEP_LIMIT_S = 240.0  # the step comes within so long, if the run goes on
 REST_LIMIT_S = 30.0  # longer than any lease
 
 

@@ -73,23 +73,24 @@ SUMMARY = "<analysis>a</analysis>\n<state_snapshot>Summary: the work is half don
 ASKED = re.compile(r"(?i)summary|summariz|checkpoint|state_snapshot")
 
 
-async def compacted(world, name, program, shell, **options):
-    """A task of many turns with a window that it outgrows; returns the classes of its calls."""
+async def compacted(world, name, program, shell, ends=(0,), **options):
+    """A task of many turns with a window that it outgrows; returns the classes of its calls. `ends`: exit codes."""
     run, script, workspace = world
     await run.execution(harness=name, sampling=Sampling(max_new_tokens=4000))
     calls = []
 
     def policy(seen):
         calls.append((len(seen.ids), seen.last[-150:]))
-        if "<tools>" not in seen.turns[0][1] or ASKED.search(seen.last[-3000:]):
-            return SUMMARY
         if "half done" in seen.users or len(calls) > 25:
             return "all is done"
+        if "<tools>" not in seen.turns[0][1] or ASKED.search(seen.last[-3000:]):
+            return SUMMARY
         return calls_text(shell(f"seq {len(calls)} 900"))
 
     script.policy = policy
     ran = await program(run.ready.url, "count and count", workspace, **options)
-    assert ran.code == 0, ran.told
+    assert ran.code in ends, ran.told
+    assert "all is done" in ran.out, ran.told
     return [r.call_class for r in await check_exact(run, script)], calls
 
 
@@ -136,7 +137,8 @@ async def test_sub_agent(world, name):
     ran, main, shape = await play(world, (name, program, shell), policy, "DELEGATE the part")
     assert (world[2] / "part.txt").exists(), ran.told
     sub = [r for r in await world[0].records() if r.call_class == "sub_task"]
-    assert (len(sub), roots(sub), len(main)) == (2, 1, 2), shape
+    last = 3 if name == "qwen-code" else 2  # its agents work in the background: it waits, and is told
+    assert (len(sub), roots(sub), len(main)) == (2, 1, last), shape
 
 
 async def test_codex_sub_agent(world):
@@ -175,7 +177,8 @@ def small_context(monkeypatch):
 @pytest.mark.parametrize("name", ["opencode", "qwen-code"])
 async def test_a_context_that_is_too_long_is_compacted(world, small_context, name):
     program, shell = HARNESSES[name]
-    classes, calls = await compacted(world, name, program, shell)
+    ends = (0, 1) if name == "opencode" else (0,)  # it goes on, but counts the refusal as an error of its own
+    classes, calls = await compacted(world, name, program, shell, ends)
     assert "main_summary" in classes, (classes, calls)
     assert classes[-1] == "main_task", (classes, calls)
 
