@@ -27,6 +27,8 @@ class RealAgent:
         self.incarnation = ""
         self.owed: list[ev.Event] = []  # what the dead process would have published: its successor does
         self.claiming: tuple[int, int] | None = None
+        self.admit: do.Admit | None = None  # the latest one
+        self.refit: do.Refit | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -115,11 +117,21 @@ class RealAgent:
 
     def _admit(self, c: do.Admit) -> None:
         def up() -> None:
+            if self.engine:
+                return
+            if c.weights is not None and self._overtaken(c.weights):
+                assert self.core.state.admit or self.admit is not c, "nobody asks for the engine any more"
+                return
             self.engine = True
             version = c.weights.version if c.weights else 0
             self.tell(ev.CellEngineReady, url="", version=version, capacity=self.world.plan.capacity)
 
-        self.later(10.0, up)
+        self.admit = c
+        self.later(100.0, up)  # long enough for others to publish newer weights
+
+    def _overtaken(self, weights: ev.WeightsPublished) -> bool:
+        """Whether nobody has this snapshot any more: the agent's shell then waits for the next command."""
+        return self.core.state.weights.get(weights.version) != weights
 
     def _drain(self, c: do.Drain) -> None:
         for number, (execution, target) in enumerate(self.core.state.moves.routes.items()):
@@ -153,9 +165,12 @@ class RealAgent:
 
     def _refit(self, c: do.Refit) -> None:
         def loaded() -> None:
-            assert c.weights.version >= self.world.committed - 1, "the snapshot is no longer published"
+            if self._overtaken(c.weights):
+                assert self.core.state.refit_issued < 0 or self.refit is not c, "nobody asks for newer weights any more"
+                return
             self.tell(ev.CellRefitted, version=c.weights.version, seconds=0.0)
 
+        self.refit = c
         self.later(self.world.plan.switch_s, loaded)
 
     def _claim(self, c: do.Claim) -> None:
