@@ -97,6 +97,7 @@ class Evaluator:
                     await self._publish(await self._assess(finished, item))
                 await item.ack()
         except asyncio.CancelledError:
+            await item.queue.close()  # or the server gives the item to a request of ours that nobody waits for any more
             await item.nak()
             raise
         except Exception as error:  # the edge of one item: the others go on, this one is tried again
