@@ -103,13 +103,16 @@ class HarnessService:
         await self.stream.until(lambda: self.stream.live)
         placed = ids.subject_filter(self.ctx.run, service="scheduler", event="execution_placed")
         queue = await self.ctx.bus.work_queue(QUEUE, placed, ack_wait_s=ACK_WAIT_S, max_in_flight=MAX_IN_FLIGHT)
-        while not self.ctx.stop.is_set():
-            await self.stream.until(lambda: not self.ledger.stopping)
-            item = await queue.take(TAKE_S)
-            if item is not None:
-                task = asyncio.create_task(self._handle(item), name=f"item {item.sequence}")
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+        try:
+            while not self.ctx.stop.is_set():
+                await self.stream.until(lambda: not self.ledger.stopping)
+                item = await queue.take(TAKE_S)
+                if item is not None:
+                    task = asyncio.create_task(self._handle(item), name=f"item {item.sequence}")
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+        finally:
+            await queue.close()  # or what goes back comes to a request of ours that nobody waits for any more
 
     async def _handle(self, item: WorkItem) -> None:
         """One delivery, to its acknowledgement."""
