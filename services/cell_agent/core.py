@@ -180,8 +180,7 @@ class CellCore:
         if cell == CORE:
             s.batch = None  # void, until it is opened again
             s.reducing = ()
-            s.refit_issued = -1  # its snapshots are gone
-            s.admit = bool(s.incarnation) and s.engine_version < 0
+            self._ask_again()
 
     def _leave_batch(self) -> None:
         s = self.state
@@ -283,7 +282,8 @@ class CellCore:
         s = self.state
         if self._ours(event):
             s.engine_version = event.version
-            s.refit_issued = -1 if event.version >= s.refit_issued else s.refit_issued
+            if event.version >= s.refit_issued:
+                s.refit_issued = -1
             self._maybe_refitted(now)
 
     def _maybe_refitted(self, now: float) -> None:
@@ -423,10 +423,11 @@ class CellCore:
             self._ask_again()
 
     def _ask_again(self) -> None:
-        """What the engine was to load may be overtaken before it is here: it cannot be pulled any more then."""
-        s, oldest = self.state, min(self.state.weights)
-        s.admit |= s.engine_version < 0 < s.admit_issued < oldest
-        if s.engine_version < s.refit_issued < oldest:
+        """What the engine was to load cannot be pulled any more if it is lost with the core, or overtaken."""
+        s = self.state
+        if s.engine_version < 0 < s.admit_issued and s.admit_issued not in s.weights:
+            s.admit = True
+        if s.refit_issued not in s.weights:
             s.refit_issued = -1
 
     # --------------------------------------------------------------------------------- what the state now allows

@@ -159,11 +159,12 @@ class TrainerHandle:
 
     async def _watch_silence(self) -> None:
         """Kill workers of which one rank is not heard of any more; `_watch_processes` tells the rest."""
-        while not self._silent:
+        silent: dict[int, int] = {}  # by rank, for how many times LISTEN_S
+        while not silent:
             await asyncio.sleep(LISTEN_S)
             enough = AT_DISK_TIMES if self._at_disk else SILENT_TIMES
             silent = {rank: n for rank, n in self._lines.count().items() if n >= enough}
-            self._silent, self._silent_s = tuple(silent), max(silent.values(), default=0) * LISTEN_S
+        self._silent, self._silent_s = tuple(silent), max(silent.values()) * LISTEN_S
         await _kill(self._processes)
 
     async def _watch_processes(self) -> None:

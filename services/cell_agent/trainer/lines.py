@@ -38,10 +38,9 @@ class Lines:
 
     def __init__(self, world: int) -> None:
         self.heard: set[int] = set()
-        self._ranks = range(world)
-        self._connected: set[int] = set()
+        self._missing = set(range(world))
         self._all_here = asyncio.Event()
-        self._silent = dict.fromkeys(self._ranks, 0)
+        self._silent = dict.fromkeys(range(world), 0)
         self._greeting: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter, protocol.Reply]]
         self._greeting = asyncio.get_running_loop().create_future()
 
@@ -51,7 +50,10 @@ class Lines:
             first = await read_frame(reader)
             if not isinstance(first, protocol.Alive):
                 self._arrived(0)
-                self._greeting.set_result((reader, writer, first))
+                if self._greeting.done():  # nobody waits for it any more: the start took too long
+                    writer.close()
+                else:
+                    self._greeting.set_result((reader, writer, first))
                 return
             self._arrived(first.rank)
             while True:
@@ -60,8 +62,8 @@ class Lines:
         writer.close()
 
     def _arrived(self, rank: int) -> None:
-        self._connected.add(rank)
-        if self._connected.issuperset(self._ranks):
+        self._missing.discard(rank)
+        if not self._missing:
             self._all_here.set()
 
     async def greeting(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, protocol.Reply]:
