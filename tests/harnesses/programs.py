@@ -37,6 +37,13 @@ def installed(name: str, program: str) -> Path:
     return path
 
 
+def settle(folder: Path, name: str, text: str) -> None:
+    """Write a file of settings in the home that `run_program` gives to a program in `folder`."""
+    path = folder.parent / "home" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
 async def claude_code(name: str, url: str, task: str, folder: Path, *extra: str, **env: str) -> Ran:
     program = installed(name, "node_modules/.bin/claude")
     command = [
@@ -77,24 +84,20 @@ async def mini_swe_agent(url: str, task: str, folder: Path, *extra: str, **env: 
 
 async def codex(url: str, task: str, folder: Path, *extra: str, settings: str = "") -> Ran:
     program = installed("codex", "node_modules/.bin/codex")
-    home = folder.parent / "home" / ".codex"
-    home.mkdir(parents=True, exist_ok=True)
     provider = f'name = "gyre"\nbase_url = "{url}/v1"\nenv_key = "OPENAI_API_KEY"\nwire_api = "responses"\n'
     head = f'model = "m"\nmodel_provider = "gyre"\n{settings}\n'
-    (home / "config.toml").write_text(f"{head}[model_providers.gyre]\n{provider}")
+    settle(folder, ".codex/config.toml", f"{head}[model_providers.gyre]\n{provider}")
     options = ["exec", "--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", *extra, task]
     return await run_program([str(program), *options], {"OPENAI_API_KEY": "secret"}, folder)
 
 
 async def opencode(url: str, task: str, folder: Path, *extra: str, context: int = 60_000) -> Ran:
     program = installed("opencode", "node_modules/.bin/opencode")
-    home = folder.parent / "home" / ".config" / "opencode"
-    home.mkdir(parents=True, exist_ok=True)
     model = {"name": "m", "limit": {"context": context, "output": 4000}, "tool_call": True}
     provider = {"npm": "@ai-sdk/openai-compatible", "name": "gyre", "models": {"m": model}}
     provider["options"] = {"baseURL": f"{url}/v1", "apiKey": "secret"}
     settings = {"model": "gyre/m", "autoupdate": False, "share": "disabled", "provider": {"gyre": provider}}
-    (home / "opencode.json").write_text(json.dumps(settings))
+    settle(folder, ".config/opencode/opencode.json", json.dumps(settings))
     env = {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"}
     return await run_program([str(program), "run", "--format", "json", *extra, task], env, folder)
 
@@ -102,10 +105,8 @@ async def opencode(url: str, task: str, folder: Path, *extra: str, context: int 
 async def qwen_code(url: str, task: str, folder: Path, *extra: str, context: int = 0) -> Ran:
     program = installed("qwen-code", "node_modules/.bin/qwen")
     if context:
-        home = folder.parent / "home" / ".qwen"
-        home.mkdir(parents=True, exist_ok=True)
         settings = {"model": {"generationConfig": {"contextWindowSize": context}}}
-        (home / "settings.json").write_text(json.dumps(settings))
+        settle(folder, ".qwen/settings.json", json.dumps(settings))
     env = {"OPENAI_API_KEY": "secret", "OPENAI_BASE_URL": url + "/v1", "OPENAI_MODEL": "m"}
     return await run_program([str(program), "-p", task, "--yolo", "--auth-type", "openai", *extra], env, folder)
 
