@@ -100,6 +100,7 @@ class Bus:
         self._inboxes: set[Inbox] = set()
         self._queues: set[WorkQueue] = set()
         self._connected = asyncio.Event()
+        self._closer: asyncio.Task[object] | None = None
 
     # ------------------------------------------------------------------------------------------------- connection
 
@@ -125,6 +126,7 @@ class Bus:
 
         async def on_error(error: Exception) -> None:
             nonlocal quiet_until
+            self._end_if_closed()
             if "authorization" in str(error).lower() and not refused.done():
                 refused.set_exception(
                     BusRefused(
@@ -136,6 +138,8 @@ class Bus:
                 log.warning("bus %s: %s", self.url, error or type(error).__name__)
 
         async def on_up() -> None:
+            if self._closer not in (None, asyncio.current_task()):
+                await self.client.close()  # it had connected again when it was told to end
             self._connected.set()
             self._poke()
 
@@ -163,9 +167,16 @@ class Bus:
 
     async def close(self) -> None:
         """Close the connection; what waits on this bus ends with BusClosed."""
+        self._closer = asyncio.current_task()
         await self.client.close()
         self._connected.set()
         self._poke()
+
+    def _end_if_closed(self) -> None:
+        """Ends nats-py's attempts to reconnect after `close`: their cancellation is forgotten where it meets a connect
+        that fails at that moment (as in `uncancelled`), and without this they would go on for ever."""
+        if self._closer not in (None, asyncio.current_task()):
+            raise asyncio.CancelledError
 
     def _poke(self) -> None:
         for inbox in list(self._inboxes):

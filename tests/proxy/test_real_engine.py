@@ -137,22 +137,24 @@ async def test_calls_of_a_killed_proxy_are_whole_in_the_record_and_the_engine_ag
     await run.execution(sampling=Sampling(temperature=1.0, max_new_tokens=1500))
     before = await engine.generated_tokens()
     other = await Proxy(run, "2").start()
-    asked = [{"model": "m", "messages": [USER, {"role": "user", "content": str(i)}]} for i in range(3)]
+    asked = [{"model": "m", "messages": [USER, {"role": "user", "content": str(i)}]} for i in range(6)]
     calls = [asyncio.create_task(other.chat(body)) for body in asked]
     async with asyncio.timeout(60):
-        while len(await engine.calls()) < 3:
+        while len(await engine.calls()) + sum(call.done() for call in calls) < 6:
             await asyncio.sleep(0.05)
     await asyncio.sleep(0.5)
     await other.kill()
-    await asyncio.gather(*calls, return_exceptions=True)
-    statuses = await asyncio.gather(*(run.post("/v1/chat/completions", body) for body in asked[1:]))
-    assert [status for status, _, _ in statuses] == [200, 200]
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    cut = [body for body, answer in zip(asked, answers, strict=True) if isinstance(answer, Exception)]
+    assert len(cut) >= 2, answers  # the model may end a call by itself before
+    statuses = await asyncio.gather(*(run.post("/v1/chat/completions", body) for body in cut[1:]))
+    assert {status for status, _, _ in statuses} == {200}
     await run.publish("harness", finished())  # nobody asks for the first one again
     async with asyncio.timeout(30):
-        while len(records := await run.records()) < 3:
+        while len(records := await run.records()) < 6:
             await asyncio.sleep(0.1)
     tree = await run_tree(run, "g000001x00")
-    assert sorted(node.discarded for node in tree.nodes.values()) == [False, False, True]
+    assert sorted(node.discarded for node in tree.nodes.values()) == [False] * 5 + [True]
     assert all(r.versions[-1].end == len(r.output_ids) // 4 for r in records)
     for call, node in tree.nodes.items():
         ids, generated = tree.ids(call), tree.generated(call)

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,6 +128,38 @@ async def test_a_closed_bus_ends_what_waits_on_it(nats_url: str, fresh_run: str)
     await bus.close()
     with pytest.raises(BusClosed):
         await bus.publish(note("late"))
+
+
+@pytest.mark.parametrize("ends", ["refused", "connected"])
+async def test_a_bus_that_is_closed_while_it_connects_again_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """The attempt in flight ends with a result at the moment of its cancellation, which is forgotten then."""
+    server = start_server(tmp_path)
+    bus = await Bus.connect(server.url, "r", "a")
+    connect, tries, others = asyncio.open_connection, asyncio.Event(), asyncio.all_tasks()
+    connection: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    async def until_cancelled(*args: Any, **kwargs: Any) -> Any:
+        tries.set()
+        while not any(task.cancelling() for task in asyncio.all_tasks() - others):
+            await asyncio.sleep(0)
+        if ends == "refused":
+            raise ConnectionRefusedError
+        return connection.result()
+
+    monkeypatch.setattr(asyncio, "open_connection", until_cancelled)
+    server.kill()
+    async with asyncio.timeout(10):
+        await tries.wait()
+        if ends == "connected":
+            server = start_server(tmp_path, port=server.port)
+            connection.set_result(await connect("127.0.0.1", server.port))
+        await bus.close()
+        while asyncio.all_tasks() - others:
+            await asyncio.sleep(0.01)
+    assert bus.client.is_closed
+    server.kill()
 
 
 def test_a_taken_port_is_reported_with_the_log(tmp_path: Path) -> None:
