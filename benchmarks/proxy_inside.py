@@ -66,7 +66,7 @@ class ScriptedEngineClient:
         generation.ids += self.ids[:count]
         generation.logprobs += [-0.5] * count
         generation.finish, generation.cell = "stop", 0
-        self.sent = len(b"".join(generation.prompt))
+        self.sent = sum(map(len, generation.prompt))  # sent as they are, piece by piece
 
 
 class Inside:

@@ -20,8 +20,9 @@ import aiohttp
 import numpy as np
 import orjson
 
-from services.proxy.generation import BadReport, Generation, written
+from services.proxy.generation import BadReport, Generation
 from services.proxy.handover import Handover
+from services.proxy.pieces import InPieces, extended
 from shared.events import Sampling
 from shared.ids import request_id
 
@@ -250,10 +251,10 @@ class EngineClient:
             raise EngineUnavailable(f"{type(error).__name__}: {error}") from error
 
     @contextlib.asynccontextmanager
-    async def _answer(self, url: str, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _answer(self, url: str, body: InPieces) -> AsyncIterator[aiohttp.ClientResponse]:
         """The response, whose last bytes need not be read inside the block: a connection can be used again only when
         they are, and a call has not to wait for them."""
-        response = await self._session.post(url, data=body, headers={"content-type": "application/json"})
+        response = await self._session.post(url, data=body)
         try:
             yield response
         except BaseException:
@@ -272,7 +273,7 @@ class EngineClient:
             async with self._session.post(f"{url}/abort_request", json={"rid": rid}) as response:
                 await response.read()
 
-    def _body(self, generation: Generation, sampling: Sampling, rid: str, key: str) -> bytes:
+    def _body(self, generation: Generation, sampling: Sampling, rid: str, key: str) -> InPieces:
         request: dict[str, Any] = {
             "rid": rid,
             "sampling_params": {
@@ -288,10 +289,9 @@ class EngineClient:
         }
         if key:
             request["extra_key"] = key
-        partial = written(np.asarray(generation.ids, dtype=np.int32))
-        ids = [piece for piece in (*generation.prompt, partial) if piece]
-        first = memoryview(ids[0])[1:] if ids else b""  # without its comma
-        return b"".join((b'{"input_ids":[', first, *ids[1:], b"],", orjson.dumps(request)[1:]))
+        first, *others = extended(generation.prompt, np.asarray(generation.ids, dtype=np.int32)) or (b",",)
+        head, tail = b'{"input_ids":[', b"]," + orjson.dumps(request)[1:]
+        return InPieces((head, memoryview(first)[1:], *others, tail))  # without the first comma
 
 
 async def _read_rest(response: aiohttp.ClientResponse) -> None:

@@ -12,20 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import orjson
-
+from services.proxy.pieces import Pieces
 from shared.events import VersionSpan
 
 _VERSION = re.compile(r"v?(\d+)\Z")
-
-
-def written(ids: npt.NDArray[np.int32]) -> bytes:
-    """Ids as JSON numbers, each behind a comma."""
-    if not len(ids):
-        return b""
-    return b"," + orjson.dumps(np.ascontiguousarray(ids, dtype=np.int32), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
 
 
 class BadReport(Exception):
@@ -34,9 +24,9 @@ class BadReport(Exception):
 
 @dataclass
 class Generation:
-    """The output so far; the lists have one entry per generated token. `prompt`: see `written`, in pieces."""
+    """The output so far; the lists have one entry per generated token."""
 
-    prompt: tuple[bytes, ...]
+    prompt: Pieces
     limit: int
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

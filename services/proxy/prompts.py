@@ -20,7 +20,7 @@ from services.proxy import replies
 from services.proxy.context import Match
 from services.proxy.core import Execution
 from services.proxy.dialects.base import Message, Request
-from services.proxy.generation import written
+from services.proxy.pieces import Pieces, extended, written
 from services.proxy.profiles import Profile
 from services.proxy.rendering import Rendering
 from shared.tree import Tree
@@ -31,9 +31,6 @@ THREAD_ABOVE = 20_000
 """Characters of new text (about 2 ms of encoding) from which on a thread encodes them."""
 BYTES_KEPT = 512 * 2**20
 """JSON of the latest calls' ids that is kept ready; that of others is written again from their tree."""
-
-Pieces = tuple[bytes, ...]
-"""Consecutive ids as JSON, each number behind a comma."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +83,7 @@ class Prompts:
         inherited = tree.nodes[call].length if keep < 0 else keep
         tail = np.concatenate((tree.part(call, max(0, inherited - self._rendering.lookback), inherited), new))
         pieces = self._pieces_of(tree, call) if keep < 0 else (written(tree.part(call, 0, keep)),)
-        return Prompt(call, keep, new, inherited + len(new), tail, (*pieces, written(new)))
+        return Prompt(call, keep, new, inherited + len(new), tail, extended(pieces, new))
 
     def _seen_before(self, tree: Tree, call: str) -> Ids:
         """The last ids of the call's prompt, as many as the renderer looks back on."""
@@ -106,7 +103,7 @@ class Prompts:
     def remember(self, call: str, prompt: Prompt, output: Ids) -> None:
         """Keep the ids of a call that was just recorded, in place of those of the call that it continues."""
         self._drop(prompt.parent)
-        pieces = (*prompt.pieces, written(output))
+        pieces = extended(prompt.pieces, output)
         size = sum(map(len, pieces))
         self._pieces[call] = pieces, size
         self._kept += size
