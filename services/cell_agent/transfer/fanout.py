@@ -24,9 +24,9 @@ from services.cell_agent.transfer.swarm import ORIGIN, Swarm
 
 log = logging.getLogger("gyre.fanout")
 
-ORIGIN_READERS = 2  # while one verifies, the other reads
+ORIGIN_READERS = 2  # in turn: while one verifies, the other reads
 PEER_READERS = 6
-ALONE = 16  # chunks per request where nobody waits for what this cell passes on: a request has a cost of its own
+ALONE = 32  # chunks per request where nobody waits for what this cell passes on: a request has a cost of its own
 LOOK_AGAIN_S = 0.02
 
 
@@ -91,6 +91,7 @@ class Pull:
         self._reading: dict[int, tuple[int, object]] = {}  # chunk -> source and reader
         self._writing = 0  # readers that write into the snapshot's buffer
         self._state = threading.Condition()
+        self._at_origin = threading.Lock()  # two requests at once would only get in each other's way
         self._error: Exception | None = None
         self._report = Report()
 
@@ -174,11 +175,13 @@ class Pull:
         return None
 
     def _from_origin(self, chunks: list[int], where: tuple[str, int]) -> None:
-        started, wanted = time.perf_counter(), self._wanted
+        wanted = self._wanted
         session, address = where
         spans = [wanted.chunks.span(chunk) for chunk in chunks]
         try:
-            self._read(session, [Piece(address + offset, wanted.into, offset, nbytes) for offset, nbytes in spans])
+            with self._at_origin:
+                started = time.perf_counter()
+                self._read(session, [Piece(address + offset, wanted.into, offset, nbytes) for offset, nbytes in spans])
             read_s = (time.perf_counter() - started) / len(chunks)
             for chunk, (offset, nbytes) in zip(chunks, spans, strict=True):
                 if not self._verified(wanted.into, offset, nbytes, chunk):

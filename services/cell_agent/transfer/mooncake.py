@@ -5,14 +5,17 @@ Owns the engine of this process and what is registered with it. Invariants: only
 exception that names peer and cause. Listeners accept anyone who reaches them, so they belong on a private network, and
 only snapshots are registered for reading.
 
-Measured facts behind the limits: batches of more than 1,024 requests fail; `transfer_check_status` can report a batch
-as done too early, so only blocking calls are used; a stopped peer is noticed after MC_TRANSFER_TIMEOUT (5 s at
-least).
+Measured facts behind the limits: batches of more than 1,024 requests fail. The engine's blocking calls ask for the
+state without a pause, a whole core for each; `transfer_check_status` looks at the first request of a batch only. So
+each request is a batch of its own, and is looked at now and then. A stopped peer is noticed after MC_TRANSFER_TIMEOUT
+(5 s at least), by our own clock.
 """
 
 from __future__ import annotations
 
 import os
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +23,9 @@ from typing import Any, NamedTuple
 import torch
 
 REQUEST_BYTES = 4 << 20
-BATCH_REQUESTS = 1024
+REQUESTS_AT_ONCE = 1024
+RATE = 1e9  # bytes a second that a read may take beside the timeout
+FIRST_LOOK_S, LOOK_S = 5e-5, 5e-4
 INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -55,7 +60,7 @@ class TransferSession:
     def __init__(self, host: str, protocol: str = "tcp", timeout_s: float = 10.0) -> None:
         if protocol == "rdma" and not (INFINIBAND.is_dir() and any(INFINIBAND.iterdir())):
             raise TransferUnavailable(f"rdma was asked for but {INFINIBAND} lists no adapter; use tcp")
-        os.environ.setdefault("MC_TRANSFER_TIMEOUT", str(max(5, round(timeout_s))))
+        self._timeout_s = float(os.environ.setdefault("MC_TRANSFER_TIMEOUT", str(max(5, round(timeout_s)))))
         os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
         os.environ.setdefault("GLOG_minloglevel", "2")
         if host in ("127.0.0.1", "localhost"):
@@ -94,25 +99,14 @@ class TransferSession:
         known = self._registered.get(into.data_ptr())
         if known is None or known.nbytes < nbytes or into.nbytes < nbytes:
             raise NotRegistered(f"the receiving buffer is not registered for {nbytes} bytes")
-        sizes = _requests(nbytes)
-        for first in range(0, len(sizes), BATCH_REQUESTS):
-            batch = sizes[first : first + BATCH_REQUESTS]
-            offsets = [(first + i) * REQUEST_BYTES for i in range(len(batch))]
-            code = self._engine.batch_transfer_sync_read(
-                peer, [into.data_ptr() + o for o in offsets], [address + o for o in offsets], batch
-            )
-            if code != 0:
-                raise PeerUnreachable(
-                    f"reading {nbytes} bytes from {peer} failed (code {code}): its process is gone or hangs, "
-                    "or the snapshot was released; wait for the next WeightsPublished"
-                )
+        self.read_pieces(peer, [Piece(address, into, 0, nbytes)])
 
     def read_pieces(self, peer: str, pieces: Sequence[Piece]) -> int:
         """Copy scattered pieces from the process at `peer`; returns the bytes. Blocks without the GIL."""
         local: list[int] = []
         remote: list[int] = []
         sizes: list[int] = []
-        for piece in pieces:
+        for piece in _joined(pieces):
             start = piece.into.data_ptr()
             known = self._registered.get(start)
             if known is None or piece.offset < 0 or piece.offset + piece.nbytes > min(known.nbytes, piece.into.nbytes):
@@ -123,19 +117,59 @@ class TransferSession:
                 remote.append(piece.address + offset - piece.offset)
                 sizes.append(size)
                 offset += size
-        for i in range(0, len(sizes), BATCH_REQUESTS):
-            j = i + BATCH_REQUESTS
-            code = self._engine.batch_transfer_sync_read(peer, local[i:j], remote[i:j], sizes[i:j])
-            if code != 0:
-                raise PeerUnreachable(
-                    f"reading {len(pieces)} pieces from {peer} failed (code {code}): its process is gone or hangs, "
-                    "or it no longer offers that memory"
-                )
+        if not self._delivered(peer, local, remote, sizes):
+            raise PeerUnreachable(
+                f"reading {len(pieces)} pieces ({sum(sizes)} bytes) from {peer} failed: its process is gone or hangs, "
+                "or it no longer offers that memory; wait for what it, or another process, publishes next"
+            )
         return sum(sizes)
+
+    def _delivered(self, peer: str, local: list[int], remote: list[int], sizes: list[int]) -> bool:
+        """Read them all. False if one failed; then the others have ended, too, or their time was up."""
+        ends = time.monotonic() + self._timeout_s + sum(sizes) / RATE
+        running: deque[int] = deque()
+        well = True
+        for request in zip(local, remote, sizes, strict=True):
+            batch = self._engine.batch_transfer_async_read(peer, *([field] for field in request))
+            if batch == 0:
+                well = False
+                break
+            running.append(batch)
+            if len(running) == REQUESTS_AT_ONCE:
+                well = self._ended(running.popleft(), ends) and well
+        for batch in running:
+            well = self._ended(batch, ends) and well
+        return well
+
+    def _ended(self, batch: int, ends: float) -> bool:
+        """Wait for a request; whether it brought everything."""
+        pause = FIRST_LOOK_S
+        while (state := self._engine.transfer_check_status(batch)) == 0:
+            if time.monotonic() > ends:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, LOOK_S)
+        return bool(state == 1)
 
     def close(self) -> None:
         for buffer in list(self._registered.values()):
             self.unregister(buffer)
+
+
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """Neighbours that lie side by side here and there become one: a request has a cost of its own."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.into is piece.into
+            and (last.address + last.nbytes, last.offset + last.nbytes) == (piece.address, piece.offset)
+        ):
+            joined[-1] = last._replace(nbytes=last.nbytes + piece.nbytes)
+        else:
+            joined.append(piece)
+    return joined
 
 
 def _requests(nbytes: int) -> list[int]:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from services.cell_agent.transfer import mooncake
 from services.cell_agent.transfer.mooncake import (
     NotRegistered,
+    Piece,
     PeerUnreachable,
     TransferSession,
     TransferUnavailable,
@@ -73,6 +74,30 @@ def test_all_bytes_arrive_in_order(lasting_owner: Owner) -> None:
     session.register(buffer)
     session.read(lasting_owner.address, lasting_owner.pointer, buffer, SIZE)
     assert torch.equal(buffer, torch.arange(SIZE, dtype=torch.int64).to(torch.uint8))
+    session.close()
+
+
+def test_scattered_pieces_arrive_where_they_belong_and_neighbours_are_read_at_once(
+    lasting_owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake, "REQUESTS_AT_ONCE", 3)
+    session = TransferSession("127.0.0.1")
+    one, other = torch.zeros(5000, dtype=torch.uint8), torch.zeros(5000, dtype=torch.uint8)
+    session.register(one)
+    session.register(other)
+    at = lasting_owner.pointer
+    pieces = [Piece(at + 100 * k, one, 100 * k, 100) for k in range(10)]  # neighbours
+    pieces += [Piece(at + 100 * k, other, 4900 - 100 * k, 100) for k in range(20)]  # in another order
+    assert session.read_pieces(lasting_owner.address, pieces) == 3000
+    bytes_of_owner = torch.arange(SIZE, dtype=torch.int64).to(torch.uint8)
+    assert torch.equal(one[:1000], bytes_of_owner[:1000])
+    for piece in pieces[10:]:
+        assert torch.equal(other[piece.offset : piece.offset + 100], bytes_of_owner[piece.address - at :][:100])
+    assert not one[1000:].any() and not other[:3000].any()
+    assert [(p.address - at, p.offset, p.nbytes) for p in mooncake._joined(pieces)[:2]] == [
+        (0, 0, 1000),
+        (0, 4900, 100),
+    ]
     session.close()
 
 
