@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from services.cell_agent.transfer import mooncake
 from services.cell_agent.transfer.mooncake import (
     NotRegistered,
-    Piece,
     PeerUnreachable,
+    Piece,
     TransferSession,
     TransferUnavailable,
 )
@@ -93,7 +93,8 @@ def test_scattered_pieces_arrive_where_they_belong_and_neighbours_are_read_at_on
     assert torch.equal(one[:1000], bytes_of_owner[:1000])
     for piece in pieces[10:]:
         assert torch.equal(other[piece.offset : piece.offset + 100], bytes_of_owner[piece.address - at :][:100])
-    assert not one[1000:].any() and not other[:3000].any()
+    assert not one[1000:].any()
+    assert not other[:3000].any()
     assert [(p.address - at, p.offset, p.nbytes) for p in mooncake._joined(pieces)[:2]] == [
         (0, 0, 1000),
         (0, 4900, 100),
