@@ -4,8 +4,9 @@
 
 Two parts, each with the real Transfer Engine over TCP and the real transfer code, every cell a process of its own:
 
-- over loopback, where the processor is the limit: seconds of a plain read of so many bytes, and of a pull (chunks read,
-  verified, offered), in turn; `pull_vs_raw` is the ratio of the medians;
+- over loopback, where the processor is the limit: seconds of Mooncake's own blocking read of so many bytes, of a plain
+  read by our wrapper (which does not spin), and of a pull (chunks read, verified, offered), in turn; `pull_vs_raw` and
+  `pull_vs_read` are ratios of the medians;
 - over links: every cell in a Linux network namespace of its own, on one bridge, behind a veth whose two directions are
   limited by token buckets (tc tbf). A single pull against all cells pulling at once; `fanout` is the ratio of the
   medians (of the slowest cell). A plain read is measured there as well. On one machine only this shows what links do:
@@ -36,6 +37,7 @@ sys.path.insert(0, str(ROOT))
 MIB = 1 << 20
 LINK_MIB = 64  # sent over the limited links, which are slow
 REPEATS = 5
+REQUEST_BYTES = 4 * MIB
 BURST, QUEUE_MS = "64kb", 250
 NETWORK = "10.213.77"
 
@@ -48,9 +50,10 @@ class CannotMeasure(RuntimeError):
 
 
 def cell_process(number: int, host: str, nbytes: int) -> None:
-    """Commands on stdin, one JSON line each, one JSON line as answer: publish, raw, pull."""
+    """Commands on stdin, one JSON line each, one JSON line as answer: publish, raw, read, pull."""
     import msgspec
     import torch
+    from mooncake.engine import TransferEngine
 
     from services.cell_agent.transfer.mooncake import TransferSession
     from services.cell_agent.transfer.offers import Offers
@@ -61,7 +64,8 @@ def cell_process(number: int, host: str, nbytes: int) -> None:
     session = TransferSession(host)
     offers = Offers(host, number, session.address)
     snapshots = Snapshots(session, number, offers)
-    raw: Any = None
+    plain: Any = None  # buffer of reads that are no pulls
+    mooncake: Any = None  # the engine alone, without our wrapper
 
     def say(**fields: Any) -> None:
         print("CELL " + json.dumps(fields), flush=True)
@@ -88,12 +92,24 @@ def cell_process(number: int, host: str, nbytes: int) -> None:
             say(weights=msgspec.json.encode(told).decode())
             continue
         weights = msgspec.json.decode(command["weights"], type=WeightsPublished)
+        if plain is None and command["do"] != "pull":
+            plain, mooncake = torch.zeros(nbytes, dtype=torch.uint8), TransferEngine()
+            session.register(plain)
+            if mooncake.initialize(host, "P2PHANDSHAKE", "tcp", "") or mooncake.register_memory(
+                plain.data_ptr(), nbytes
+            ):
+                raise CannotMeasure("Mooncake's Transfer Engine does not start")
         if command["do"] == "raw":
-            if raw is None:
-                raw = torch.zeros(nbytes, dtype=torch.uint8)
-                session.register(raw)
+            offsets = range(0, nbytes, REQUEST_BYTES)
+            sizes = [min(REQUEST_BYTES, nbytes - o) for o in offsets]
+            into, source = ([base + o for o in offsets] for base in (plain.data_ptr(), weights.address))
             started = time.perf_counter()
-            session.read(weights.session, weights.address, raw, nbytes)
+            if mooncake.batch_transfer_sync_read(weights.session, into, source, sizes):
+                raise CannotMeasure("Mooncake's blocking read failed")
+            say(seconds=time.perf_counter() - started)
+        elif command["do"] == "read":
+            started = time.perf_counter()
+            session.read(weights.session, weights.address, plain, nbytes)
             say(seconds=time.perf_counter() - started)
         else:
             started = time.perf_counter()
@@ -155,8 +171,8 @@ class Cells:
         self.all[0].ask(do="publish", version=self.version)
         return str(self.all[0].answer()["weights"])
 
-    def raw(self, weights: str) -> float:
-        self.all[1].ask(do="raw", weights=weights)
+    def plain(self, how: str, weights: str) -> float:
+        self.all[1].ask(do=how, weights=weights)
         return float(self.all[1].answer()["seconds"])
 
     def pull(self, weights: str, count: int) -> list[dict[str, Any]]:
@@ -169,25 +185,25 @@ class Cells:
 
 def over_loopback(size_mb: int, repeats: int) -> dict[str, float]:
     cells = Cells(1, size_mb * MIB, namespaces=False)
-    raw, pulls = [], []
+    raw, read, pulls = [], [], []
     try:
-        for _ in range(3):  # each buffer's first use costs its pages
+        for repeat in range(3 + repeats):  # each buffer's first use costs its pages
             weights = cells.publish()
-            cells.raw(weights)
-            cells.pull(weights, 1)
-        for _ in range(repeats):
-            weights = cells.publish()
-            raw.append(cells.raw(weights))
-            pulls.append(cells.pull(weights, 1)[0]["seconds"])
+            took = cells.plain("raw", weights), cells.plain("read", weights), cells.pull(weights, 1)[0]["seconds"]
+            if repeat >= 3:
+                for seconds, kind in zip(took, (raw, read, pulls), strict=True):
+                    kind.append(seconds)
     finally:
         cells.end()
-    raw_s, pull_s = statistics.median(raw), statistics.median(pulls)
+    raw_s, read_s, pull_s = map(statistics.median, (raw, read, pulls))
     rate = size_mb * MIB / 1e9
     return {
         "size_mb": size_mb,
         "raw_gb_s": rate / raw_s,
+        "read_gb_s": rate / read_s,
         "pull_gb_s": rate / pull_s,
         "pull_vs_raw": raw_s / pull_s,
+        "pull_vs_read": read_s / pull_s,
     }
 
 
@@ -199,7 +215,7 @@ def over_links(count: int, size_mb: int, link_mbit: float, repeats: int) -> dict
             cells.pull(cells.publish(), count)  # all have met
             for _ in range(repeats):
                 weights = cells.publish()
-                raw.append(cells.raw(weights))
+                raw.append(cells.plain("raw", weights))
                 alone.append(cells.pull(weights, 1)[0]["seconds"])
                 pulled = cells.pull(cells.publish(), count)
                 together.append(max(p["seconds"] for p in pulled))

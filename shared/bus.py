@@ -167,7 +167,7 @@ class Bus:
 
     async def close(self) -> None:
         """Close the connection; what waits on this bus ends with BusClosed."""
-        self._closer = asyncio.current_task()
+        self._closer = self._closer or asyncio.current_task()
         await self.client.close()
         self._connected.set()
         self._poke()

@@ -1,8 +1,9 @@
 """Byte-level BPE of ASCII text with the package `tiktoken`, several times faster than `tokenizers`.
 
 Invariant: the ids are those of the `tokenizers` file, or there are none. A text is left to `tokenizers` if it is not
-ASCII (so normalizers and Unicode tables play no part), names an added token, is very long, or has parts that the file's
-pattern does not match; a file, if it is not byte-level BPE of the plain form.
+ASCII (so normalizers and Unicode tables play no part), names an added token or is very long; a file, if it is not
+byte-level BPE of the plain form with one of the patterns listed here. The two packages have different engines for
+regular expressions: these patterns mean the same to both, end at every text and take linear time.
 
 Why the two agree: `tokenizers` merges the first pair in the file's order, `tiktoken` the pair whose union has the
 lowest id, and the file's merges have rising ids (else there is no AsciiBpe). `tiktoken` may also join a pair that the
@@ -19,6 +20,7 @@ import logging
 import random
 import re
 import string
+import unicodedata
 from typing import Any
 
 import tiktoken
@@ -29,7 +31,15 @@ log = logging.getLogger("gyre.proxy")
 LONGEST = 200_000
 """Characters. `tiktoken`'s regular expressions have a limit on backtracking."""
 BYTE_LEVEL = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""The pattern that `tokenizers` has built in for byte-level pre-tokenizers."""
+"""The pattern that `tokenizers` has built in for byte-level pre-tokenizers (GPT-2 and its followers)."""
+_SUFFIX, _REST = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PATTERNS = frozenset(
+    (
+        _SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+" + _REST,  # Qwen 2, 2.5, 3
+        _SUFFIX + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+" + _REST,  # Qwen 3.5
+        _SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+" + _REST,  # Llama 3, GLM 4
+    )
+)
 
 
 class AsciiBpe:
@@ -46,13 +56,13 @@ class AsciiBpe:
         if pattern is None or not _plain(file["model"]):
             return None
         added = {token["content"] for token in file["added_tokens"]}
+        added |= {
+            unicodedata.normalize("NFC", content) for content in added
+        }  # as the text may be before it is looked for
         ranks = _ranks(tokenizer, file["model"], added)
         if ranks is None:
             return None
-        try:
-            encoding = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-        except ValueError:  # no regular expression of this kind
-            return None
+        encoding = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
         made = cls(encoding, re.compile("|".join(map(re.escape, sorted(added)))) if added else None)
         for text in _samples():
             expected = tokenizer.encode(text, add_special_tokens=False).ids
@@ -65,8 +75,7 @@ class AsciiBpe:
         """Ids without special tokens around them; None: ask the tokenizer itself."""
         if len(text) > LONGEST or not text.isascii() or (self._added is not None and self._added.search(text)):
             return None
-        ids = self._encoding.encode_ordinary(text)
-        return ids if len(self._encoding.decode_bytes(ids)) == len(text) else None
+        return self._encoding.encode_ordinary(text)
 
 
 def _pattern(file: dict[str, Any]) -> str | None:
@@ -75,6 +84,8 @@ def _pattern(file: dict[str, Any]) -> str | None:
         return None
     before = file["pre_tokenizer"] or {}
     steps = before["pretokenizers"] if before.get("type") == "Sequence" else [before]
+    if not steps:
+        return None
     *cuts, last = steps
     if last.get("type") != "ByteLevel" or last["add_prefix_space"] or last["use_regex"] == bool(cuts):
         return None
@@ -83,7 +94,7 @@ def _pattern(file: dict[str, Any]) -> str | None:
     if len(cuts) > 1 or cuts[0]["type"] != "Split" or cuts[0]["behavior"] != "Isolated" or cuts[0]["invert"]:
         return None
     found: str | None = cuts[0]["pattern"].get("Regex")
-    return found
+    return found if found in PATTERNS else None
 
 
 def _plain(model: dict[str, Any]) -> bool:
@@ -98,18 +109,20 @@ def _ranks(tokenizer: Tokenizer, model: dict[str, Any], added: set[str]) -> dict
     if any(b <= a for a, b in itertools.pairwise(products)):
         return None
     byte_of = _bytes_of_characters()
-    tokens = {token: i for token, i in ids.items() if token not in added and all(c in byte_of for c in token)}
+    tokens = {token: i for token, i in ids.items() if all(c in byte_of for c in token)}
     if model.get("ignore_merges"):  # it would hide which tokens are reached
         file = json.loads(tokenizer.to_str())
         file["model"]["ignore_merges"] = False
         tokenizer = Tokenizer.from_str(json.dumps(file))
     merge = tokenizer.model.tokenize
     reached = {token: i for token, i in tokens.items() if [t.id for t in merge(token)] == [i]}
-    if model.get("ignore_merges") and len(reached) < len(tokens):
-        return None
+    spelled = {token: bytes(byte_of[c] for c in token) for token in tokens}
+    others = {bytes_ for token, bytes_ in spelled.items() if token not in reached}
+    if model.get("ignore_merges") and others - {content.encode() for content in added}:
+        return None  # a word that is one of them would become it without merging
     if sum(len(token) == 1 for token in reached) < len(byte_of):
         return None
-    return {bytes(byte_of[c] for c in token): i for token, i in reached.items()}
+    return {spelled[token]: i for token, i in reached.items()}
 
 
 def _bytes_of_characters() -> dict[str, int]:

@@ -154,7 +154,8 @@ class Pull:
 
     def _fail(self, error: Exception) -> None:
         with self._state:
-            self._error = self._error or error
+            if self._error is None or isinstance(error, TransferError):  # after which the buffer may still be written
+                self._error = error
             self._state.notify_all()
 
     def _next(self, origin_first: bool) -> tuple[int, list[int], tuple[str, int], object] | None:
@@ -180,6 +181,8 @@ class Pull:
         spans = [wanted.chunks.span(chunk) for chunk in chunks]
         try:
             with self._at_origin:
+                if self._error is not None:
+                    return
                 started = time.perf_counter()
                 self._read(session, [Piece(address + offset, wanted.into, offset, nbytes) for offset, nbytes in spans])
             read_s = (time.perf_counter() - started) / len(chunks)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +23,10 @@ import torch
 
 REQUEST_BYTES = 4 << 20
 REQUESTS_AT_ONCE = 1024
-RATE = 1e9  # bytes a second that a read may take beside the timeout
-FIRST_LOOK_S, LOOK_S = 5e-5, 5e-4
+RATE = 1e9  # bytes a second: a read may take that long beside the timeout
+FIRST_LOOK_S, LOOK_S, LOOK_LATE_S = 5e-5, 5e-4, 0.25
+RUNNING, ARRIVED = 0, 1  # what transfer_check_status tells; the rest is failure
+NO_BATCH = (0, -1, 2**64 - 1)
 INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -42,7 +43,12 @@ class NotRegistered(TransferError):
 
 
 class PeerUnreachable(TransferError):
-    """The owner of the memory did not deliver: it is gone, hangs, or no longer offers that memory."""
+    """The owner of the memory did not deliver: it is gone, hangs, or no longer offers that memory. `late`: requests
+    that may still write into the buffers (TransferSession.until_quiet)."""
+
+    def __init__(self, message: str, late: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.late = late
 
 
 class Piece(NamedTuple):
@@ -117,39 +123,48 @@ class TransferSession:
                 remote.append(piece.address + offset - piece.offset)
                 sizes.append(size)
                 offset += size
-        if not self._delivered(peer, local, remote, sizes):
-            raise PeerUnreachable(
-                f"reading {len(pieces)} pieces ({sum(sizes)} bytes) from {peer} failed: its process is gone or hangs, "
-                "or it no longer offers that memory; wait for what it, or another process, publishes next"
-            )
+        for i in range(0, len(sizes), REQUESTS_AT_ONCE):
+            window = slice(i, i + REQUESTS_AT_ONCE)
+            self._read_window(peer, local[window], remote[window], sizes[window])
         return sum(sizes)
 
-    def _delivered(self, peer: str, local: list[int], remote: list[int], sizes: list[int]) -> bool:
-        """Read them all. False if one failed; then the others have ended, too, or their time was up."""
+    def _read_window(self, peer: str, local: list[int], remote: list[int], sizes: list[int]) -> None:
         ends = time.monotonic() + self._timeout_s + sum(sizes) / RATE
-        running: deque[int] = deque()
-        well = True
+        running: list[int] = []
+        refused = False
         for request in zip(local, remote, sizes, strict=True):
             batch = self._engine.batch_transfer_async_read(peer, *([field] for field in request))
-            if batch == 0:
-                well = False
+            if batch in NO_BATCH:
+                refused = True
                 break
             running.append(batch)
-            if len(running) == REQUESTS_AT_ONCE:
-                well = self._ended(running.popleft(), ends) and well
-        for batch in running:
-            well = self._ended(batch, ends) and well
-        return well
+        states = [self._ended(batch, ends) for batch in running]
+        late = tuple(batch for batch, state in zip(running, states, strict=True) if state == RUNNING)
+        if late:
+            limit = f"{self._timeout_s + sum(sizes) / RATE:.1f} s"
+            raise PeerUnreachable(
+                f"{peer} did not deliver {sum(sizes)} bytes within {limit}: it hangs, or the link is too slow", late
+            )
+        if refused or any(state != ARRIVED for state in states):
+            raise PeerUnreachable(
+                f"reading {sum(sizes)} bytes from {peer} failed: its process is gone, or it no longer offers that "
+                "memory; wait for what it, or another process, publishes next"
+            )
 
-    def _ended(self, batch: int, ends: float) -> bool:
-        """Wait for a request; whether it brought everything."""
+    def _ended(self, batch: int, ends: float) -> int:
+        """Wait for a request; its last known state."""
         pause = FIRST_LOOK_S
-        while (state := self._engine.transfer_check_status(batch)) == 0:
-            if time.monotonic() > ends:
-                return False
+        while (state := int(self._engine.transfer_check_status(batch))) == RUNNING and time.monotonic() < ends:
             time.sleep(pause)
             pause = min(2 * pause, LOOK_S)
-        return bool(state == 1)
+        return state
+
+    def until_quiet(self, late: Sequence[int]) -> None:
+        """Block until none of the requests that a PeerUnreachable names can write into its buffer any more. A peer that
+        hangs may keep them open as long as its process exists."""
+        for batch in late:
+            while int(self._engine.transfer_check_status(batch)) == RUNNING:
+                time.sleep(LOOK_LATE_S)
 
     def close(self) -> None:
         for buffer in list(self._registered.values()):

@@ -10,14 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
+from services.cell_agent.transfer import fanout
 from services.cell_agent.transfer.chunks import Chunks
 from services.cell_agent.transfer.fanout import Report
-from services.cell_agent.transfer.mooncake import Piece, TransferSession
+from services.cell_agent.transfer.mooncake import PeerUnreachable, Piece, TransferSession
 from services.cell_agent.transfer.offers import Listener, Offer, Offers
 from services.cell_agent.transfer.weights import DigestMismatch, Snapshot, Snapshots
 from shared.events import WeightsPublished
@@ -104,6 +106,48 @@ def test_cells_that_pull_at_once_share_the_core_s_link(core: Cell) -> None:
     assert all(torch.equal(c.snapshots.get(2).buffer, source.buffer) for c in cells)
     assert sum(r.origin_bytes for r in reports.values()) < 2.5 * source.buffer.nbytes, "of four copies"
     assert all(r.peer_bytes > 0 for r in reports.values())
+
+
+def test_a_core_that_does_not_deliver_is_asked_once(core: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fanout, "ALONE", 3)
+    _, weights = core.publish(5)
+    reads: list[float] = []
+
+    def failing(_peer: str, _pieces: Sequence[Piece]) -> int:
+        reads.append(time.monotonic())
+        time.sleep(0.2)
+        raise PeerUnreachable("it does not answer")
+
+    with pytest.raises(PeerUnreachable):
+        Cell(1).snapshots.pull(weights, [], failing)
+    assert len(reads) == 1
+
+
+def test_a_read_that_may_still_write_decides_what_is_told(core: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damaged bytes alone would let the buffer be used again."""
+    monkeypatch.setattr(fanout, "ALONE", 3)
+    _, weights = core.publish(6)
+    second = threading.Event()
+    original = fanout.digest_of
+
+    def after_the_second_began(*arguments: Any) -> bytes:
+        assert second.wait(10)
+        return original(*arguments)
+
+    monkeypatch.setattr(fanout, "digest_of", after_the_second_began)
+    reads: list[str] = []
+
+    def damaged_then_late(peer: str, _pieces: Sequence[Piece]) -> int:
+        reads.append(peer)
+        if len(reads) == 1:
+            return 0  # nothing was written
+        second.set()
+        time.sleep(0.3)
+        raise PeerUnreachable("it hangs")
+
+    with pytest.raises(PeerUnreachable):
+        Cell(1).snapshots.pull(weights, [], damaged_then_late)
+    assert len(reads) == 2
 
 
 def test_what_is_held_is_not_pulled_again(core: Cell) -> None:

@@ -162,7 +162,7 @@ class Adoptions:
 
     def reap(self) -> None:
         """Free the slots of abandoned adoptions whose transfer ended on every rank."""
-        over = self.cache.agree([a.pull.done.is_set() for a in self.abandoned])
+        over = self.cache.agree([a.pull.quiet.is_set() for a in self.abandoned])
         for adoption, is_over in zip(list(self.abandoned), over, strict=True):
             if is_over:
                 self.abandoned.remove(adoption)
@@ -172,7 +172,7 @@ class Adoptions:
     @property
     def reapable(self) -> bool:
         """Whether a transfer of an abandoned adoption ended on this rank."""
-        return any(a.pull.done.is_set() for a in self.abandoned)
+        return any(a.pull.quiet.is_set() for a in self.abandoned)
 
     def call_checkpointed(self, request: Any) -> None:
         """A call holds its pages itself now: what was kept for it is kept no longer."""

@@ -1,7 +1,8 @@
 """Reading a lease's pages into slots of our own, in a thread.
 
-Invariant: until `done` is set the slots may still be written, whatever anybody waits for, so they must not be used or
-freed; afterwards `error` says whether they hold the lease's pages. The scheduler never waits for the thread.
+Invariant: until `done` is set the slots must not be used; then `error` says whether they hold the lease's pages. Until
+`quiet` is set they may still be written (a peer that hangs was given up), so they must not be freed. The scheduler
+never waits for the thread.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from services.cell_agent.engine.kv import pulse
 from services.cell_agent.engine.kv.errors import KvError
 from services.cell_agent.engine.kv.pages import Match, Pool, Runs
 from services.cell_agent.engine.kv.wire import RankPages
-from services.cell_agent.transfer.mooncake import Piece, TransferError, TransferSession
+from services.cell_agent.transfer.mooncake import PeerUnreachable, Piece, TransferError, TransferSession
 
 log = logging.getLogger("gyre.kv")
 
@@ -36,14 +37,17 @@ class Pull:
     ) -> None:
         self._session, self._secret, self._peer, self._pool = session, secret, peer, pool
         self._runs, self._matches, self._events = runs, matches, events
-        self.done = threading.Event()
+        self.done, self.quiet = threading.Event(), threading.Event()
         self.error, self.nbytes, self.seconds = "", 0, 0.0
         threading.Thread(target=self._run, name="kv-pull", daemon=True).start()
 
     def _run(self) -> None:
         started = time.perf_counter()
+        late: tuple[int, ...] = ()
         try:
             self._read()
+        except PeerUnreachable as error:
+            self.error, late = str(error), error.late
         except (KvError, TransferError) as error:
             self.error = str(error)
         except Exception as error:  # a fault of ours must reach whoever asks for the result
@@ -52,6 +56,8 @@ class Pull:
         finally:
             self.seconds = time.perf_counter() - started
             self.done.set()
+        self._session.until_quiet(late)
+        self.quiet.set()
 
     def _read(self) -> None:
         for event in self._events:
