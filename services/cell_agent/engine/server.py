@@ -36,6 +36,9 @@ HEALTH_TIMEOUT_S = 20.0
 CALLS_PER_EXECUTION = 2  # sub-agents and summaries run beside the main call
 LISTENING_PORTS = range(20000, 32000)
 TOKEN_COUNTER = "sglang:generation_tokens_total{"
+KEEP_ALIVE_S = "75"
+"""The engine closes a connection that is idle so long: later than any client of ours, which would meet the closing of
+one that it is about to use (a request that is lost so cannot just be sent again)."""
 KV_TRANSFER_TIMEOUT_S = "5"  # the least that Mooncake takes
 REQUEST = aiohttp.ClientTimeout(total=10.0)
 
@@ -347,6 +350,7 @@ def _environment(spec: EngineSpec, scratch: Path) -> dict[str, str]:
     threads = str(spec.threads)
     environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TMPDIR": str(scratch)}
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = KEEP_ALIVE_S
     if spec.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     if spec.kv_secret:

@@ -406,8 +406,10 @@ async def a_source_that_stops_during_the_transfer_stalls_nobody(kv: KvClient, a:
     await post(b.url, "/flush_cache", {})
     assert (await kv.status(b.url)).in_flight_tokens == status.in_flight_tokens
     print(f"HANGING transfer given up after {moved.seconds:.1f} s; longest gap meanwhile {max(during):.3f} s")
-    await at_rest(kv, b.url)
+    await asyncio.sleep(6.0)  # the transfer has been given up, too
+    assert (await kv.status(b.url)).abandoned == (lease.id,)
     os.killpg(a.pid, signal.SIGCONT)
+    await at_rest(kv, b.url)
     answering.close()
     fills = [Call(b.url, prompt(50 + i, 3900), 20) for i in range(4)]  # 15,680 of 16,384 slots
     assert [len(await call.done) for call in fills] == [20] * 4
