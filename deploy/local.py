@@ -208,9 +208,13 @@ class LocalRun:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        for child in (c for family in families for c in family):
+        children = [child for family in families for child in family]
+        for child in children:
             with contextlib.suppress(psutil.Error):
                 child.kill()
+        deadline = time.monotonic() + STOP_S
+        while any(map(_lives, children)) and time.monotonic() < deadline:  # who is killed is not gone at once
+            await asyncio.sleep(0.05)
 
     async def close(self) -> None:
         await self.stop_services()
@@ -222,6 +226,12 @@ class LocalRun:
             (self.folder / "nats.url").unlink()
         if self._lock is not None:
             self._lock.close()
+
+
+def _lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 async def _terminate(processes: list[subprocess.Popen[bytes]]) -> None:

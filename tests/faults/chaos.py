@@ -29,6 +29,7 @@ from tests.faults.striker import Strike, Striker
 
 CELLS, GROUPS, MEMBERS = 3, 4, 4
 STEPS_PER_CASE = 4
+GONE_S = 10.0
 AFTER_S = 420.0  # a run without strikes ends within so long on a busy machine, and then the rest of its steps
 
 
@@ -82,7 +83,10 @@ async def run_cases(folder: Path, cases: list[Case], steps: int = 0, cells: int 
     parts = tuple(s.part for s in striker.strikes if s.part)
     books = audit(events, steps=steps, executions=steps * GROUPS * MEMBERS, struck=parts)
     problems += books.problems + _rest_problems(striker)
-    if left := striker.processes.left():
+    deadline = time.monotonic() + GONE_S
+    while (left := striker.processes.left()) and time.monotonic() < deadline:
+        await asyncio.sleep(0.1)  # what was killed last is not gone at once
+    if left:
         problems.append(f"processes are left: {left}")
     problems += [
         f"{s.case}: a cell did not come back"
