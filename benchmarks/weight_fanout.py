@@ -37,7 +37,6 @@ sys.path.insert(0, str(ROOT))
 MIB = 1 << 20
 LINK_MIB = 64  # sent over the limited links, which are slow
 REPEATS = 5
-REQUEST_BYTES = 4 * MIB
 BURST, QUEUE_MS = "64kb", 250
 NETWORK = "10.213.77"
 
@@ -55,7 +54,7 @@ def cell_process(number: int, host: str, nbytes: int) -> None:
     import torch
     from mooncake.engine import TransferEngine
 
-    from services.cell_agent.transfer.mooncake import TransferSession
+    from services.cell_agent.transfer.mooncake import REQUEST_BYTES, TransferSession
     from services.cell_agent.transfer.offers import Offers
     from services.cell_agent.transfer.weights import Snapshots
     from shared.events import WeightsPublished

@@ -126,7 +126,8 @@ class Bus:
 
         async def on_error(error: Exception) -> None:
             nonlocal quiet_until
-            self._end_if_closed()
+            if self._closed_elsewhere:
+                raise asyncio.CancelledError
             if "authorization" in str(error).lower() and not refused.done():
                 refused.set_exception(
                     BusRefused(
@@ -138,7 +139,7 @@ class Bus:
                 log.warning("bus %s: %s", self.url, error or type(error).__name__)
 
         async def on_up() -> None:
-            if self._closer not in (None, asyncio.current_task()):
+            if self._closed_elsewhere:
                 await self.client.close()  # it had connected again when it was told to end
             self._connected.set()
             self._poke()
@@ -172,11 +173,11 @@ class Bus:
         self._connected.set()
         self._poke()
 
-    def _end_if_closed(self) -> None:
-        """Ends nats-py's attempts to reconnect after `close`: their cancellation is forgotten where it meets a connect
-        that fails at that moment (as in `uncancelled`), and without this they would go on for ever."""
-        if self._closer not in (None, asyncio.current_task()):
-            raise asyncio.CancelledError
+    @property
+    def _closed_elsewhere(self) -> bool:
+        """True in nats-py's task that reconnects, after `close`: its cancellation is forgotten where it meets a connect
+        that ends at that moment (as in `uncancelled`), and if nobody ended it, it would go on for ever."""
+        return self._closer not in (None, asyncio.current_task())
 
     def _poke(self) -> None:
         for inbox in list(self._inboxes):

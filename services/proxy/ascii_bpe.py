@@ -56,10 +56,9 @@ class AsciiBpe:
         if pattern is None or not _plain(file["model"]):
             return None
         added = {token["content"] for token in file["added_tokens"]}
-        added |= {
-            unicodedata.normalize("NFC", content) for content in added
-        }  # as the text may be before it is looked for
-        ranks = _ranks(tokenizer, file["model"], added)
+        # A text may be normalized before added tokens are looked for in it.
+        added |= {unicodedata.normalize("NFC", content) for content in added}
+        ranks = _ranks(tokenizer, file, added)
         if ranks is None:
             return None
         encoding = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
@@ -102,8 +101,9 @@ def _plain(model: dict[str, Any]) -> bool:
     return model["type"] == "BPE" and not any(model.get(name) for name in unusual)
 
 
-def _ranks(tokenizer: Tokenizer, model: dict[str, Any], added: set[str]) -> dict[bytes, int] | None:
+def _ranks(tokenizer: Tokenizer, file: dict[str, Any], added: set[str]) -> dict[bytes, int] | None:
     """Bytes of each token -> id, if ids rise with the merges; tokens that no merging reaches are left out."""
+    model = file["model"]
     ids: dict[str, int] = model["vocab"]
     products = [ids["".join(pair if isinstance(pair, list) else pair.split(" ", 1))] for pair in model["merges"]]
     if any(b <= a for a, b in itertools.pairwise(products)):
@@ -111,9 +111,7 @@ def _ranks(tokenizer: Tokenizer, model: dict[str, Any], added: set[str]) -> dict
     byte_of = _bytes_of_characters()
     tokens = {token: i for token, i in ids.items() if all(c in byte_of for c in token)}
     if model.get("ignore_merges"):  # it would hide which tokens are reached
-        file = json.loads(tokenizer.to_str())
-        file["model"]["ignore_merges"] = False
-        tokenizer = Tokenizer.from_str(json.dumps(file))
+        tokenizer = Tokenizer.from_str(json.dumps(file | {"model": model | {"ignore_merges": False}}))
     merge = tokenizer.model.tokenize
     reached = {token: i for token, i in tokens.items() if [t.id for t in merge(token)] == [i]}
     spelled = {token: bytes(byte_of[c] for c in token) for token in tokens}

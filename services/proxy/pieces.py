@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import aiohttp
 import numpy as np
-import numpy.typing as npt
 import orjson
 from aiohttp.abc import AbstractStreamWriter
 
-Ids = npt.NDArray[np.int32]
+from shared.tree import Ids
+
 Pieces = tuple[bytes, ...]
 """Consecutive ids as JSON, each number behind a comma."""
 

@@ -102,9 +102,6 @@ class TransferSession:
 
     def read(self, peer: str, address: int, into: torch.Tensor, nbytes: int) -> None:
         """Copy `nbytes` from `address` in the process at `peer` into a registered buffer. Blocks without the GIL."""
-        known = self._registered.get(into.data_ptr())
-        if known is None or known.nbytes < nbytes or into.nbytes < nbytes:
-            raise NotRegistered(f"the receiving buffer is not registered for {nbytes} bytes")
         self.read_pieces(peer, [Piece(address, into, 0, nbytes)])
 
     def read_pieces(self, peer: str, pieces: Sequence[Piece]) -> int:
@@ -129,7 +126,8 @@ class TransferSession:
         return sum(sizes)
 
     def _read_window(self, peer: str, local: list[int], remote: list[int], sizes: list[int]) -> None:
-        ends = time.monotonic() + self._timeout_s + sum(sizes) / RATE
+        limit_s = self._timeout_s + sum(sizes) / RATE
+        ends = time.monotonic() + limit_s
         running: list[int] = []
         refused = False
         for request in zip(local, remote, sizes, strict=True):
@@ -141,9 +139,9 @@ class TransferSession:
         states = [self._ended(batch, ends) for batch in running]
         late = tuple(batch for batch, state in zip(running, states, strict=True) if state == RUNNING)
         if late:
-            limit = f"{self._timeout_s + sum(sizes) / RATE:.1f} s"
             raise PeerUnreachable(
-                f"{peer} did not deliver {sum(sizes)} bytes within {limit}: it hangs, or the link is too slow", late
+                f"{peer} did not deliver {sum(sizes)} bytes within {limit_s:.1f} s: it hangs, or the link is too slow",
+                late,
             )
         if refused or any(state != ARRIVED for state in states):
             raise PeerUnreachable(
